@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""Recent sequence-model research in JAX: exact, fast, and made to compose.
+
+Functional door:  model = build(config); params = model.init(key); logits = model.apply(params, tokens)
+Module door:      module = Decoder(config, rngs=nnx.Rngs(0)); logits = module(tokens)
+"""
+
+from jaxmodels import checkpoints, losses, sharding, transformer, ttt
+from jaxmodels.decoder import Decoder, DecoderConfig, Residual
+from jaxmodels.generate import generate, sample
+from jaxmodels.layers.attention import Attention
+from jaxmodels.layers.channel import GeluMLP, SwiGLU
+from jaxmodels.layers.embeddings import LMHead, TokenInputs
+from jaxmodels.layers.norms import LayerNorm, RMSNorm
+from jaxmodels.model import Model, build
+from jaxmodels.ttt import TTTLinear
+
+PRESETS = transformer.PRESETS | ttt.PRESETS
+"""Published sizes by name."""
+
+__all__ = [
+    "PRESETS",
+    "Attention",
+    "Decoder",
+    "DecoderConfig",
+    "GeluMLP",
+    "LMHead",
+    "LayerNorm",
+    "Model",
+    "RMSNorm",
+    "Residual",
+    "SwiGLU",
+    "TTTLinear",
+    "TokenInputs",
+    "build",
+    "checkpoints",
+    "generate",
+    "losses",
+    "sample",
+    "sharding",
+    "transformer",
+    "ttt",
+]
