@@ -2,8 +2,8 @@
 # Copyright 2026 The jaxmodels authors
 """Recent sequence-model research in JAX: exact, fast, and made to compose.
 
-Functional door:  model = build(config); params = model.init(key); logits = model.apply(params, tokens)
-Module door:      module = Decoder(config, rngs=nnx.Rngs(0)); logits = module(tokens)
+Functional door:  model = build(config); params = model.init(key); out = model.apply(params, tokens)
+Module door:      module = Decoder(config, rngs=nnx.Rngs(0)); out = module(tokens)
 """
 
 from jaxmodels import checkpoints, losses, sharding, transformer, ttt

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""Parameters as one safetensors file, names joined with slashes: small, safe to read from anyone."""
+"""Parameters as one safetensors file, names joined with slashes: safe to read from anyone."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ from jaxmodels.model import Model, Params
 
 def flatten(params: Params, prefix: str = "") -> dict[str, np.ndarray]:
     """{"blocks": {"mixer": {"wq": x}}} -> {"blocks/mixer/wq": x}."""
-    out = {}
+    out: dict[str, np.ndarray] = {}
     for key, value in params.items():
         name = f"{prefix}{key}"
         out |= flatten(value, f"{name}/") if isinstance(value, dict) else {name: value}
@@ -34,7 +34,8 @@ def load_params(path: str | os.PathLike, model: Model) -> Params:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: the file is corrupt, or its names or shapes are not the model's (all of them listed).
+      ValueError: the file is corrupt, or its names or shapes are not the model's (all of them
+        listed).
     """
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"no file {path}")

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxmodels.layers.embeddings import LMHead
+from jaxmodels.layers.embeddings import LMHead, TokenInputs
 from jaxmodels.layers.norms import RMSNorm
 from jaxmodels.sharding import any_mesh, constrain
 from jaxmodels.slots import (
@@ -44,8 +44,9 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "branches": jax.checkpoint_policies.save_only_these_names("mixer_out", "channel_out"),
 }
-"""What a block keeps for its backward pass: `none` everything (no rematerialisation), `full` only its input, `dots`
-also the results of its weight products, `branches` also the outputs of mixer and channel."""
+"""What a block keeps for its backward pass: `none` everything (no rematerialisation), `full` only
+its input, `dots` also the results of its weight products, `branches` also the outputs of mixer and
+channel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ class DecoderConfig:
     remat: Literal["none", "full", "dots", "branches"] = "none"
     """What a block keeps for its backward pass; the rest is recomputed."""
     scan_layers: bool = True
-    """Run the layers with lax.scan (compiles once) or unrolled (compiles L times, may run faster)."""
+    """Run the layers with lax.scan (compiles once) or unrolled (compiles L times, may run
+    faster)."""
 
     _SLOTS: ClassVar = {
         "inputs": InputsConfig,
@@ -112,6 +114,13 @@ class DecoderConfig:
             getattr(self, slot).check(self)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids that the inputs know. Raises ValueError for inputs that are not tokens."""
+        if not isinstance(self.inputs, TokenInputs):
+            raise ValueError(f"inputs={type(self.inputs).__name__} has no vocabulary")
+        return self.inputs.vocab_size
+
+    @property
     def block_taps(self) -> tuple[str, ...]:
         """Names of the intermediates of a block; their values carry a leading layer axis."""
         names = ("mixer_in", "mixer_out", "channel_in", "channel_out", "block_out")
@@ -123,9 +132,10 @@ class DecoderConfig:
         return ("embedding", *self.block_taps, "hidden")
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Forward FLOPs per token, a multiply-add counted as 2; a training step costs 3 times as much.
+        """Forward FLOPs per token, a multiply-add counted as 2; a training step costs 3 times that.
 
-        Counts the matrix products (and the inner products of attention and TTT), not norms or element-wise work.
+        Counts the matrix products (and the inner products of attention and TTT), not norms or
+        element-wise work.
         """
         block = self.mixer.flops_per_token(self.d_model, sequence_length)
         block += self.channel.flops_per_token(self.d_model)
@@ -137,7 +147,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
-        build = dict(dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
+        build: dict[str, Any] = dict(dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
         norm = lambda: config.norm.build(config.d_model, param_dtype=config.param_dtype)
         self.mixer_norm = norm()
         self.mixer = config.mixer.build(config.d_model, **build)
@@ -147,7 +157,7 @@ class Block(nnx.Module):
         self.channel_out_norm = norm() if config.norm_placement == "sandwich" else None
 
     def __call__(self, x, *, state=None, positions=None, segment_ids=None, valid=None, tap):
-        options = dict(state=state, valid=valid)
+        options: dict[str, Any] = dict(state=state, valid=valid)
         if self.config.mixer.takes_positions:
             options["positions"] = positions
         if self.config.mixer.takes_segments:
@@ -181,7 +191,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
-        build = dict(dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
+        build: dict[str, Any] = dict(dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
         self.inputs = config.inputs.build(config.d_model, **build)
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.blocks = jax.vmap(lambda key: Block(config, rngs=nnx.Rngs(params=key)))(keys)
@@ -189,12 +199,13 @@ class Decoder(nnx.Module):
         self.head = config.head.build(config, rngs=rngs)
 
     def init_state(self, batch_size: int, max_length: int) -> Any:
-        """Decode state before the first token: one mixer state per layer, stacked on a leading axis L.
+        """Decode state before the first token: the mixer states of all layers, stacked.
 
-        `max_length` bounds caches that grow with the sequence; a TTT state does not depend on it. The state starts
-        from the parameters, because the initial state of a TTT layer is learned.
+        `max_length` bounds caches that grow with the sequence; a TTT state does not depend on it.
+        The state starts from the parameters, because the initial state of a TTT layer is learned.
         """
-        graphdef, weights = nnx.split(self.blocks.mixer)
+        mixers: Any = self.blocks.mixer
+        graphdef, weights = nnx.split(mixers)
         return jax.vmap(lambda w: nnx.merge(graphdef, w).init_state(batch_size, max_length))(
             weights
         )
@@ -222,16 +233,19 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: (B, T) int.
-          state: from `init_state` or an earlier call; the tokens continue each sequence where it stands.
+          state: from `init_state` or an earlier call; the tokens continue each sequence where it
+            stands.
           positions: (B, T) int for mixers with positions of their own (attention); None counts on.
-          segment_ids: (B, T) int for packed rows, 0 for padding, for mixers that can keep documents apart.
-          valid: (B, T) bool with a state: each row's real tokens, a prefix. Outputs after it mean nothing.
+          segment_ids: (B, T) int for packed rows, 0 for padding, for mixers that can keep documents
+            apart.
+          valid: (B, T) bool with a state: each row's real tokens, a prefix. Outputs after it mean
+            nothing.
           taps: names of intermediates to return (`config.taps`).
           output: "logits" (B, T, V) float32, or "hidden" (B, T, D) after the final norm.
 
         Returns:
-          out, then state if one was given, then a dict of taps if any were asked for. Values of block taps have
-          shape (L, B, T, ...).
+          out, then state if one was given, then a dict of taps if any were asked for. Values of
+          block taps have shape (L, B, T, ...).
 
         Raises:
           ValueError: for an unknown tap, or an argument that the mixer cannot honour.
@@ -246,8 +260,8 @@ class Decoder(nnx.Module):
             )
         if segment_ids is not None and not config.mixer.takes_segments:
             raise ValueError(
-                f"{mixer} cannot keep the documents of a packed row apart (segment_ids); use rows of running "
-                "text, or Attention"
+                f"{mixer} cannot keep the documents of a packed row apart (segment_ids); use rows "
+                "of running text, or Attention"
             )
         options = dict(
             state=state, positions=positions, segment_ids=segment_ids, valid=valid, output=output
@@ -290,7 +304,7 @@ class Decoder(nnx.Module):
         return out, state, tap.values | values
 
     def unembedding(self) -> jax.Array:
-        """The output matrix (D, V) in the parameter dtype; the embedding transposed where they are tied."""
+        """The output matrix (D, V); the embedding transposed where they are tied."""
         return self.inputs.embedding[...].T if self.head is None else self.head.w[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""Generation: read the prompts (of any lengths, in one batch), then one compiled step per new token."""
+"""Generation: read the prompts (any lengths, one batch), then one compiled step per new token."""
 
 import functools
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def sample(
       key: a jax.random key; not read when greedy.
       temperature: 0 is greedy.
       top_k: keep the k most likely tokens. Ties at the k-th are all kept.
-      top_p: keep the smallest set of most likely tokens whose probability (at this temperature, after top_k)
-        reaches top_p.
+      top_p: keep the smallest set of most likely tokens whose probability (at this temperature,
+        after top_k) reaches top_p.
 
     Returns:
       (B,) int32.
@@ -108,7 +108,7 @@ def generate(
     if temperature > 0 and key is None:
         raise ValueError("sampling with temperature > 0 needs key=jax.random.key(...)")
     tokens, lengths = pad_prompts(prompts)
-    vocab = model.config.inputs.vocab_size
+    vocab = model.config.vocab_size
     if tokens.min() < 0 or tokens.max() >= vocab:
         raise ValueError(
             f"prompt has token ids outside 0..{vocab - 1}: is this the right tokenizer?"
@@ -122,7 +122,8 @@ def generate(
 def prefill(
     model: Model, params: Params, tokens: jax.Array, lengths: jax.Array, max_length: int
 ) -> tuple[jax.Array, object]:
-    """Reads right-padded prompts. tokens (B, P), lengths (B,) -> logits (B, V) after each row's last token, state."""
+    """Reads right-padded prompts. tokens (B, P), lengths (B,) -> logits (B, V) after each row's
+    last token, state."""
     state = model.init_state(params, tokens.shape[0], max_length)
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     hidden, state = model.apply(params, tokens, state=state, valid=valid, output="hidden")

@@ -9,7 +9,8 @@ from jaxmodels.sharding import constrain
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-log p(target) and log Z. logits (B, T, V), targets (B, T) int -> two (B, T) float32, in nats."""
+    """-log p(target) and log Z. logits (B, T, V), targets (B, T) int -> two (B, T) float32, in
+    nats."""
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, -1)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -19,7 +20,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax
 def chunked_cross_entropy(
     hidden: jax.Array, unembedding: jax.Array, targets: jax.Array, *, chunk: int = 512
 ) -> tuple[jax.Array, jax.Array]:
-    """`cross_entropy(hidden @ unembedding, targets)` with the logits of `chunk` positions at a time.
+    """`cross_entropy(hidden @ unembedding, targets)` with the logits of `chunk` positions at a
+    time.
 
     The backward pass recomputes each chunk's logits, so the (B, T, V) float32 array never exists.
 

@@ -42,7 +42,8 @@ class Model:
         return self.module(params)(tokens, **options)
 
     def init_state(self, params: Params, batch_size: int, max_length: int) -> Any:
-        """`Decoder.init_state`. Takes the parameters because a TTT layer's initial state is one of them."""
+        """`Decoder.init_state`. Takes the parameters because a TTT layer's initial state is one of
+        them."""
         return self.module(params).init_state(batch_size, max_length)
 
     def unembedding(self, params: Params) -> jax.Array:
@@ -86,7 +87,8 @@ class Model:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.param_shapes))
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Forward FLOPs per token, a multiply-add counted as 2; a training step costs 3 times as much."""
+        """Forward FLOPs per token, a multiply-add counted as 2; a training step costs 3 times as
+        much."""
         return self.config.flops_per_token(sequence_length)
 
 

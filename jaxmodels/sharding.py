@@ -2,9 +2,10 @@
 # Copyright 2026 The jaxmodels authors
 """Where activations live, without the library knowing any mesh.
 
-Modules name the axes of their activations (`constrain(x, "batch", "sequence", None)`). A program that owns a mesh
-says what the names mean (`with use_rules(table): ...` around tracing). Without rules or without a mesh the names
-cost nothing, so every module runs alone, under an Auto mesh, under an Explicit mesh and inside `shard_map`.
+Modules name the axes of their activations (`constrain(x, "batch", "sequence", None)`). A program
+that owns a mesh says what the names mean (`with use_rules(table): ...` around tracing). Without
+rules or without a mesh the names cost nothing, so every module runs alone, under an Auto mesh,
+under an Explicit mesh and inside `shard_map`.
 """
 
 import contextlib
@@ -36,8 +37,9 @@ def use_rules(rules: Rules) -> Iterator[None]:
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrains the sharding of an activation, one logical name (or None) per axis.
 
-    Identity without rules, without a mesh, on an Explicit mesh (whose types already say it) and for mesh axes that
-    a caller's `shard_map` holds. Raises ValueError for a name that the rules do not know.
+    Identity without rules, without a mesh, on an Explicit mesh (whose types already say it) and for
+    mesh axes that a caller's `shard_map` holds. Raises ValueError for a name that the rules do not
+    know.
     """
     rules, mesh = _rules.get(), get_abstract_mesh()
     if rules is None or mesh.empty or mesh.explicit_axes:
@@ -59,7 +61,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def match_varying(x: Any, like: jax.Array) -> Any:
     """Marks every leaf of `x` as varying over the manual mesh axes that `like` varies over.
 
-    Needed inside `shard_map` where a replicated value starts a scan whose later values depend on sharded data.
+    Needed inside `shard_map` where a replicated value starts a scan whose later values depend on
+    sharded data.
     """
     wanted = jax.typeof(like).vma
 
@@ -71,10 +74,11 @@ def match_varying(x: Any, like: jax.Array) -> Any:
 
 
 def any_mesh(out_specs: Callable[[Any], Any]) -> Callable[[Callable], Callable]:
-    """Lets a module's method `call(self, x, **options)`, written for automatic sharding, run on an Explicit mesh.
+    """Lets a module's method `call(self, x, **options)`, written for automatic sharding, run on an
+    Explicit mesh.
 
-    `out_specs(batch)` gives the PartitionSpecs of the result, as a tree prefix, from the mesh axes of x's batch.
-    On any other mesh, or none, the method runs untouched.
+    `out_specs(batch)` gives the PartitionSpecs of the result, as a tree prefix, from the mesh axes
+    of x's batch. On any other mesh, or none, the method runs untouched.
     """
 
     def decorate(method):

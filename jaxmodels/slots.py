@@ -2,14 +2,14 @@
 # Copyright 2026 The jaxmodels authors
 """What may stand in each slot of the decoder, and how a part is named, built and looked into.
 
-A part is a frozen config dataclass; its type selects the module (`build`). Parts of one slot share a base class
-here, so that a part in the wrong slot is refused with the names of those that fit. Letters: B batch, T sequence,
-D model width, L layers.
+A part is a frozen config dataclass; its type selects the module (`build`). Parts of one slot share
+a base class here, so that a part in the wrong slot is refused with the names of those that fit.
+Letters: B batch, T sequence, D model width, L layers.
 """
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -26,7 +26,8 @@ class PartConfig:
     """Names of the intermediates that the module offers (see `Taps`)."""
 
     def check(self, decoder: Any) -> None:
-        """Raises ValueError where this part does not fit the other fields of the `DecoderConfig`."""
+        """Raises ValueError where this part does not fit the other fields of the
+        `DecoderConfig`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,12 @@ class InputsConfig(PartConfig):
     """Turns model inputs into (B, T, D)."""
 
     slot: ClassVar[str] = "inputs"
+
+    def build(
+        self, d_model: int, *, dtype: str, param_dtype: str, rngs: nnx.Rngs
+    ) -> Callable[[jax.Array], jax.Array]:
+        """The module."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +53,7 @@ class MixerConfig(PartConfig):
     takes_segments: ClassVar[bool] = False
     """Whether the mixer can keep the documents of a packed row apart (`segment_ids`)."""
 
-    def build(self, d_model: int, *, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> nnx.Module:
+    def build(self, d_model: int, *, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> Any:
         """The module."""
         raise NotImplementedError
 
@@ -61,7 +68,7 @@ class ChannelConfig(PartConfig):
 
     slot: ClassVar[str] = "channel"
 
-    def build(self, d_model: int, *, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> nnx.Module:
+    def build(self, d_model: int, *, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> Any:
         """The module."""
         raise NotImplementedError
 
@@ -76,7 +83,7 @@ class NormConfig(PartConfig):
 
     slot: ClassVar[str] = "norm"
 
-    def build(self, width: int, *, param_dtype: str) -> nnx.Module:
+    def build(self, width: int, *, param_dtype: str) -> Callable[[jax.Array], jax.Array]:
         """The module."""
         raise NotImplementedError
 
@@ -94,11 +101,21 @@ class HeadConfig(PartConfig):
 
     slot: ClassVar[str] = "head"
 
+    def build(self, decoder: Any, *, rngs: nnx.Rngs) -> Any:
+        """The module that holds the head's own parameters, or None."""
+        raise NotImplementedError
+
+    def flops_per_token(self, decoder: Any) -> int:
+        """Forward FLOPs per token."""
+        raise NotImplementedError
+
 
 class Taps:
-    """Collects named intermediates of one call: `x = tap("mixer_in", x)` keeps x if it was asked for.
+    """Collects named intermediates of one call: `x = tap("mixer_in", x)` keeps x if it was asked
+    for.
 
-    Made at the start of a call and returned as an extra result at its end; nothing is stored in modules.
+    Made at the start of a call and returned as an extra result at its end; nothing is stored in
+    modules.
     """
 
     def __init__(self, names: Iterable[str] = ()):
@@ -118,7 +135,8 @@ def weight(
     param_dtype: str,
     init: jax.nn.initializers.Initializer | None = None,
 ) -> nnx.Param:
-    """A parameter with one logical axis name per dimension; N(0, 0.02^2) unless `init` says otherwise.
+    """A parameter with one logical axis name per dimension; N(0, 0.02^2) unless `init` says
+    otherwise.
 
     Names, not mesh axes: the program that owns a mesh maps them.
     """

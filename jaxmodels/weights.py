@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""Weight tables: which official tensor is which of our parameters, written once and read in both directions."""
+"""Weight tables: which official tensor is which of our parameters, for import and export alike."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxmodels.model import Model, Params
+
+Part = TypeVar("Part")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +46,9 @@ def import_weights(model: Model, table: Iterable[Row], weights: Mapping[str, Any
     known = {row.official for row in rows}
     faults += [f"surplus {name}" for name in weights if name not in known]
     faults += [
-        f"misshaped {row.official}: {tuple(np.shape(weights[row.official]))}, expected {row.official_shape}"
+        f"misshaped {row.official}: {np.shape(weights[row.official])}, expected {row.official_shape}"
         for row in rows
-        if row.official in weights and tuple(np.shape(weights[row.official])) != row.official_shape
+        if row.official in weights and np.shape(weights[row.official]) != row.official_shape
     ]
     if faults:
         raise ValueError(
@@ -87,6 +89,15 @@ def _lookup(tree: Params, path: tuple[str, ...]) -> Any:
 def per_layer(num_layers: int, rows: Callable[[int], Iterable[Row]]) -> list[Row]:
     """Rows of every layer."""
     return [row for layer in range(num_layers) for row in rows(layer)]
+
+
+def expect(part: Any, kind: type[Part], layout: str) -> Part:
+    """`part`, if it is of the kind that an official layout can hold; ValueError otherwise."""
+    if not isinstance(part, kind):
+        raise ValueError(
+            f"{layout} has no names for {type(part).__name__}; it holds {kind.__name__}"
+        )
+    return part
 
 
 def from_config(config: Mapping[str, Any], name: str, default: Any = dataclasses.MISSING) -> Any:

@@ -2,8 +2,8 @@
 # Copyright 2026 The jaxmodels authors
 """An experiment as frozen dataclasses: the single source of every default.
 
-A config file is Python with a function `experiment()` that returns an `Experiment`; the command line overrides
-any field by its dotted name. Each field's docstring is its help text.
+A config file is Python with a function `experiment()` that returns an `Experiment`; the command
+line overrides any field by its dotted name. Each field's docstring is its help text.
 """
 
 import dataclasses
@@ -17,17 +17,19 @@ class TextDataConfig:
     """Where text comes from, how it becomes tokens, and how tokens become rows."""
 
     train: tuple[str, ...] = ("stdlib",)
-    """Training sources: token files made by `jaxmodels data tokens`, `stdlib` (the running Python's own
-    sources and documentation), or `hf:DATASET:SPLIT:COLUMN` (a Hugging Face data set, extra `hf`)."""
+    """Training sources: token files made by `jaxmodels data tokens`, `stdlib` (the running Python's
+    own sources and documentation), or `hf:DATASET:SPLIT:COLUMN` (a Hugging Face data set, extra
+    `hf`)."""
     train_weights: tuple[float, ...] | None = None
     """Share of rows from each training source; None means in proportion to their size."""
     validation: tuple[str, ...] = ("stdlib",)
     """Validation sources, read once from start to end."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a `tokenizers` JSON file. Must be the one that made the token files."""
+    """`bytes`, or the path of a `tokenizers` JSON file. Must be the one that made the token
+    files."""
     packing: Literal["windows", "documents"] = "windows"
-    """`windows`: rows cut from the concatenated documents. `documents`: whole documents packed into rows, with
-    segment ids, so that attention does not cross them and positions restart."""
+    """`windows`: rows cut from the concatenated documents. `documents`: whole documents packed into
+    rows, with segment ids, so that attention does not cross them and positions restart."""
     cache_directory: str = "runs/data"
     """Where token files built on demand (`stdlib`, `hf:`) are kept."""
 
@@ -57,8 +59,8 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     decay_mask: Literal["matrices", "all"] = "matrices"
-    """What decays: `matrices` (no norms, biases, position factors; the embedding decays), or `all` parameters,
-    as the official TTT recipe does."""
+    """What decays: `matrices` (no norms, biases, position factors; the embedding decays), or `all`
+    parameters, as the official TTT recipe does."""
     clip_norm: float | None = 1.0
     """Clip the global gradient norm to this; None turns it off."""
 
@@ -96,8 +98,8 @@ class EvaluationConfig:
     every: int = 250
     """Steps between evaluations; 0 evaluates only at the end."""
     batches: int | None = None
-    """Batches of validation data per evaluation during training; None means all of it. The final evaluation
-    always reads all of it."""
+    """Batches of validation data per evaluation during training; None means all of it. The final
+    evaluation always reads all of it."""
     batch_size: int | None = None
     """Rows per evaluation batch; None means the training batch size."""
 
@@ -183,14 +185,15 @@ class Experiment:
     ema_decay: float | None = None
     """Keep an exponential moving average of the parameters with this decay; evaluation uses it."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """On a loss or gradient that is not finite: `stop` with the batch saved, or `skip` that update."""
+    """On a loss or gradient that is not finite: `stop` with the batch saved, or `skip` that
+    update."""
     directory: str | None = None
     """The run's folder; None means runs/NAME."""
     compilation_cache: str | None = None
     """Folder of the persistent compilation cache; None turns it off."""
     baselines: bool = False
-    """Also score a unigram and an order-3 n-gram byte model, fitted to the training bytes, on the same
-    validation bytes (byte-level tokenizer only)."""
+    """Also score a unigram and an order-3 n-gram byte model, fitted to the training bytes, on the
+    same validation bytes (byte-level tokenizer only)."""
 
     def __post_init__(self):
         for field in ("steps", "batch_size", "sequence_length", "accumulation_steps"):

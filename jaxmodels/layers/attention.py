@@ -44,7 +44,8 @@ class Attention(MixerConfig):
     def __post_init__(self):
         if self.num_heads < 1 or (self.num_kv_heads is not None and self.num_kv_heads < 1):
             raise ValueError(
-                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: both must be at least 1"
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: both must be at "
+                "least 1"
             )
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(
@@ -68,7 +69,8 @@ class Attention(MixerConfig):
 def _head_dim(config: Attention, d_model: int) -> int:
     if config.head_dim is None and d_model % config.num_heads:
         raise ValueError(
-            f"d_model={d_model} is not a multiple of num_heads={config.num_heads}; change one or set head_dim"
+            f"d_model={d_model} is not a multiple of num_heads={config.num_heads}; change one or "
+            "set head_dim"
         )
     head_dim = config.head_dim or d_model // config.num_heads
     if head_dim % 2:
@@ -79,7 +81,8 @@ def _head_dim(config: Attention, d_model: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionState:
-    """What decoding carries: rotated keys and values, and how many tokens each sequence has read."""
+    """What decoding carries: rotated keys and values, and how many tokens each sequence has
+    read."""
 
     k: jax.Array  # (B, S, G, K) in the compute dtype
     v: jax.Array  # (B, S, G, K)
@@ -126,7 +129,8 @@ class AttentionLayer(nnx.Module):
           state: continues after the tokens it has read, any T; None starts a full sequence.
           positions: (B, T) int for the rotary angles; None counts from the state's offset or 0.
           segment_ids: (B, T) int; tokens see only their own segment. Not together with a state.
-          valid: (B, T) bool with a state: a prefix of each row; the rest is padding and is not remembered.
+          valid: (B, T) bool with a state: a prefix of each row; the rest is padding and is not
+            remembered.
           tap: collects `attention_heads` (B, T, H, K), the input of the output projection.
         """
         tap = tap or Taps()

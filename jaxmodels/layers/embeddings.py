@@ -42,19 +42,18 @@ class LMHead(HeadConfig):
             )
 
     def build(self, decoder, *, rngs):
-        """An output matrix of its own, or None where the embedding serves."""
         if self.tied:
             return None
-        vocab_size, param_dtype = decoder.inputs.vocab_size, decoder.param_dtype
+        vocab_size, param_dtype = decoder.vocab_size, decoder.param_dtype
         return Unembedding(decoder.d_model, vocab_size, param_dtype=param_dtype, rngs=rngs)
 
     def flops_per_token(self, decoder):
-        """Forward FLOPs per token."""
-        return 2 * decoder.d_model * decoder.inputs.vocab_size
+        return 2 * decoder.d_model * decoder.vocab_size
 
 
 class TokenEmbedding(nnx.Module):
-    """tokens (B, T) int -> (B, T, D) in `dtype`. Ids outside the vocabulary give NaN, not a neighbour's row."""
+    """tokens (B, T) int -> (B, T, D) in `dtype`. Ids outside the vocabulary give NaN, not a
+    neighbour's row."""
 
     def __init__(self, config: TokenInputs, d_model, *, dtype, param_dtype, rngs):
         self.config, self.dtype = config, dtype

@@ -2,9 +2,10 @@
 # Copyright 2026 The jaxmodels authors
 """Rotary position embedding in its two layouts, computed in float32.
 
-A pair of channels (a, c) at position p with frequency f turns into (a cos pf - c sin pf, a sin pf + c cos pf).
-`half` pairs channel i with i + K/2 (LLaMA as Hugging Face stores it); `interleaved` pairs 2i with 2i + 1 (the
-original LLaMA and the TTT codes). The two differ by a permutation of the channels of q and k.
+A pair of channels (a, c) at position p with frequency f turns into (a cos pf - c sin pf, a sin pf +
+c cos pf). `half` pairs channel i with i + K/2 (LLaMA as Hugging Face stores it); `interleaved`
+pairs 2i with 2i + 1 (the original LLaMA and the TTT codes). The two differ by a permutation of the
+channels of q and k.
 """
 
 from typing import Literal

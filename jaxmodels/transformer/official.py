@@ -13,25 +13,28 @@ from jaxmodels.layers.channel import SwiGLU
 from jaxmodels.layers.embeddings import LMHead, TokenInputs
 from jaxmodels.layers.norms import RMSNorm
 from jaxmodels.model import Params, build
-from jaxmodels.weights import Row, export_weights, from_config, import_weights, per_layer
+from jaxmodels.weights import Row, expect, export_weights, from_config, import_weights, per_layer
 
 
 def from_official(
     config: Mapping[str, Any], weights: Mapping[str, Any], *, dtype: str = "float32"
 ) -> tuple[DecoderConfig, Params]:
-    """A LLaMA config (its JSON as a dict) and tensors by official name -> our config and parameters.
+    """A LLaMA config (its JSON as a dict) and tensors by official name -> our config and
+    parameters.
 
     Raises:
-      ValueError: for an option that is not supported, or weights that do not fit: every missing, surplus and
-        misshaped name is listed.
+      ValueError: for an option that is not supported, or weights that do not fit: every missing,
+        surplus and misshaped name is listed.
     """
-    unsupported = {"attention_bias": (False,), "mlp_bias": (False,), "rope_scaling": (None,)}
-    unsupported["hidden_act"] = ("silu",)
-    for name, allowed in unsupported.items():
-        if name in config and config[name] not in allowed:
-            raise ValueError(
-                f"{name}={config[name]!r} is not supported; this model has {allowed[0]!r}"
-            )
+    fixed = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+    }
+    for name, value in fixed.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{name}={config[name]!r} is not supported; this model has {value!r}")
     ours = DecoderConfig(
         d_model=from_config(config, "hidden_size"),
         num_layers=from_config(config, "num_hidden_layers"),
@@ -57,9 +60,11 @@ def to_official(config: DecoderConfig, params: Params) -> dict[str, np.ndarray]:
 
 def weight_table(config: DecoderConfig) -> list[Row]:
     """Every official tensor of this config."""
-    D, V, F = config.d_model, config.inputs.vocab_size, config.channel.d_ff
-    H = config.mixer.num_heads
-    G, K = config.mixer.num_kv_heads or H, config.mixer.head_dim or D // H
+    layout = "the LLaMA layout"
+    mixer = expect(config.mixer, Attention, layout)
+    D, V, F = config.d_model, config.vocab_size, expect(config.channel, SwiGLU, layout).d_ff
+    H = mixer.num_heads
+    G, K = mixer.num_kv_heads or H, mixer.head_dim or D // H
 
     def block(i):
         def row(official, ours, shape, transpose=False):
@@ -83,6 +88,6 @@ def weight_table(config: DecoderConfig) -> list[Row]:
         Row("model.norm.weight", ("final_norm", "scale"), None, (D,)),
         *per_layer(config.num_layers, block),
     ]
-    if not config.head.tied:
+    if not expect(config.head, LMHead, layout).tied:
         rows.append(Row("lm_head.weight", ("head", "w"), None, (V, D), True))
     return rows

@@ -2,14 +2,16 @@
 # Copyright 2026 The jaxmodels authors
 """The TTT-Linear layer: a sequence mixer whose hidden state is a linear model trained at test time.
 
-Every head carries a linear map f(k) = k + LN(k W + b) that learns, token by token, to turn the key view of the
-text into its value view; the query view asks it. In mini-batches of b tokens, with g the gradient of
-1/2 |f(k) - v|^2 at the start of the mini-batch, token i reads with
+Every head carries a linear map f(k) = k + LN(k W + b) that learns, token by token, to turn the key
+view of the text into its value view; the query view asks it. With g_j the gradient of
+1/2 |f(k_j) - v_j|^2 at the start of a mini-batch of b tokens, its token i reads with
 
-    W_i = W - t_i sum_{j <= i} l_j k_j^T g_j,        t_i = max(0, 1/(i+1) + delta_i),   l_j = base_lr sigmoid(...) / K
+    W_i = W - t_i sum_{j <= i} l_j k_j^T g_j,    l_j = base_lr sigmoid(x_j w_lr + c_lr) / K,
+    t_i = max(0, 1 / (i + 1) + delta_i)
 
-Letters: B batch, T sequence, D model width, H heads, K head width, b inner mini-batch. Source: "Learning to (Learn
-at Test Time)", section 2, and the official JAX code, whose position factors t_i the paper leaves out.
+Letters: B batch, T sequence, D model width, H heads, K head width, b inner mini-batch. Source:
+"Learning to (Learn at Test Time)", section 2, and the official JAX code for the position factors
+t_i, which the paper leaves out.
 """
 
 import dataclasses
@@ -46,7 +48,8 @@ class TTTLinear(MixerConfig):
     checkpoint_every: int = 4
     """Mini-batches between stored states in the backward pass; the rest is recomputed."""
     implementation: str | None = None
-    """Of the inner loop, see `pallas_kernels.ttt_linear`; None picks the best that the device runs."""
+    """Of the inner loop, see `pallas_kernels.ttt_linear`; None picks the best that the device
+    runs."""
 
     def __post_init__(self):
         for field in ("num_heads", "mini_batch_size", "checkpoint_every"):
@@ -123,10 +126,12 @@ class TTTLinearLayer(nnx.Module):
 
         Args:
           x: (B, T, D), any T.
-          state: continues after the tokens it has read; None starts from the learned state and returns None.
-          valid: (B, T) bool with a state: a prefix of each row; the rest is padding and is not learned.
-          tap: collects `ttt_inner` (B, T, H K), the readings of the inner model, and `ttt_out` (B, T, H K), the
-            input of the output projection.
+          state: continues after the tokens it has read; None starts from the learned state and
+            returns None.
+          valid: (B, T) bool with a state: a prefix of each row; the rest is padding and is not
+            learned.
+          tap: collects `ttt_inner` (B, T, H K), the readings of the inner model, and `ttt_out` (B,
+            T, H K), the input of the output projection.
         """
         tap = tap or Taps()
         B, T, _ = x.shape

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""Weights of the official single-file PyTorch TTT model, TTT-Linear with the Transformer backbone."""
+"""Weights of the official single-file PyTorch TTT model, TTT-Linear with the Transformer
+backbone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,17 +14,18 @@ from jaxmodels.layers.embeddings import LMHead, TokenInputs
 from jaxmodels.layers.norms import RMSNorm
 from jaxmodels.model import Params, build
 from jaxmodels.ttt.layer import TTTLinear
-from jaxmodels.weights import Row, export_weights, from_config, import_weights, per_layer
+from jaxmodels.weights import Row, expect, export_weights, from_config, import_weights, per_layer
 
 
 def from_official(
     config: Mapping[str, Any], weights: Mapping[str, Any], *, dtype: str = "float32"
 ) -> tuple[DecoderConfig, Params]:
-    """Official config (its JSON as a dict) and tensors by official name -> our config and parameters.
+    """Official config (its JSON as a dict) and tensors by official name -> our config and
+    parameters.
 
     Raises:
-      ValueError: for an option that is not supported, or weights that do not fit: every missing, surplus and
-        misshaped name is listed.
+      ValueError: for an option that is not supported, or weights that do not fit: every missing,
+        surplus and misshaped name is listed.
     """
     ours = config_from_official(config, dtype=dtype)
     return ours, import_weights(build(ours), weight_table(ours), weights)
@@ -63,8 +65,10 @@ def config_from_official(config: Mapping[str, Any], *, dtype: str = "float32") -
 
 def weight_table(config: DecoderConfig) -> list[Row]:
     """Every official tensor of this config."""
-    D, V = config.d_model, config.inputs.vocab_size
-    F, H, b = config.channel.d_ff, config.mixer.num_heads, config.mixer.mini_batch_size
+    layout = "the official TTT layout"
+    mixer_config = expect(config.mixer, TTTLinear, layout)
+    D, V, F = config.d_model, config.vocab_size, expect(config.channel, SwiGLU, layout).d_ff
+    H, b = mixer_config.num_heads, mixer_config.mini_batch_size
     K = D // H
 
     def block(i):
@@ -100,6 +104,6 @@ def weight_table(config: DecoderConfig) -> list[Row]:
         Row("model.norm.weight", ("final_norm", "scale"), None, (D,)),
         *per_layer(config.num_layers, block),
     ]
-    if not config.head.tied:
+    if not expect(config.head, LMHead, layout).tied:
         rows.append(Row("lm_head.weight", ("head", "w"), None, (V, D), True))
     return rows

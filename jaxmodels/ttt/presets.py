@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""Published sizes of TTT-Linear with the Transformer backbone (paper appendix C; Llama-2 vocabulary)."""
+"""Published sizes of TTT-Linear with the Transformer backbone (paper appendix C; Llama-2
+vocabulary)."""
 
 from jaxmodels.decoder import DecoderConfig
 from jaxmodels.layers.channel import SwiGLU
