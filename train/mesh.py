@@ -2,8 +2,9 @@
 # Copyright 2026 The jaxmodels authors
 """The device mesh and the one table that maps logical axis names to its axes.
 
-Models name the axes of their parameters and activations (`embed`, `heads`, `batch`, ...); `RULES` says over which mesh
-axes each of them is split. Whatever the table cannot place evenly is an error: nothing is replicated silently.
+Models name the axes of their parameters and activations (`embed`, `heads`, `batch`, ...); `RULES`
+says over which mesh axes each of them is split. Whatever the table cannot place evenly is an error:
+nothing is replicated silently.
 """
 
 import math
@@ -36,8 +37,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 def make_mesh(config: MeshConfig, devices=None) -> Mesh:
     """The mesh with the axes `data, fsdp, tensor, sequence, expert` over all devices.
 
-    One size may be -1: it takes what the others leave. Raises UserError when the sizes do not use every device
-    exactly, naming both numbers and a mesh that would fit.
+    One size may be -1: it takes what the others leave. Raises UserError when the sizes do not use
+    every device exactly, naming both numbers and a mesh that would fit.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = {axis: getattr(config, axis) for axis in AXES}
@@ -69,7 +70,8 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
 def _fitting_mesh(sizes: dict[str, int], count: int) -> str:
     """Options of a mesh close to `sizes` that uses `count` devices exactly."""
     fitting, left = {}, count
-    # The model-parallel sizes are the ones that a user chose for memory; data parallelism gives way first.
+    # The model-parallel sizes are the ones that a user chose for memory; data parallelism gives way
+    # first.
     for axis in ("tensor", "expert", "sequence", "fsdp"):
         fitting[axis] = math.gcd(max(sizes[axis], 1), left)
         left //= fitting[axis]
@@ -82,8 +84,8 @@ def _fitting_mesh(sizes: dict[str, int], count: int) -> str:
 def partition_spec(axes, shape, mesh: Mesh, where: str) -> PartitionSpec:
     """The partition of an array of `shape` whose dimensions have the logical names `axes`.
 
-    Raises UserError, naming `where`, for a name that is not in the table, for two names on one mesh axis, and for a
-    dimension that its mesh axes do not divide.
+    Raises UserError, naming `where`, for a name that is not in the table, for two names on one mesh
+    axis, and for a dimension that its mesh axes do not divide.
     """
     if len(axes) != len(shape):
         raise UserError(f"{where} has shape {tuple(shape)} but {len(axes)} axis names {axes}.")
@@ -103,16 +105,17 @@ def partition_spec(axes, shape, mesh: Mesh, where: str) -> PartitionSpec:
         for axis in mesh_axes:
             if axis in used:
                 raise UserError(
-                    f"{where}: its axes {used[axis]!r} and {name!r} both map to the mesh axis {axis!r}. "
-                    "One array can use a mesh axis once: rename one of the two in the module's param_axes."
+                    f"{where}: its axes {used[axis]!r} and {name!r} both map to the mesh axis "
+                    f"{axis!r}. One array can use a mesh axis once: rename one of the two in the "
+                    "module's axis names."
                 )
             used[axis] = name
         parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
         if size % parts:
             raise UserError(
                 f"{where}, dimension {dimension} ({name!r}) has size {size}, which the mesh axis "
-                f"{' x '.join(mesh_axes)} of size {parts} does not divide. Change that size to a multiple of "
-                f"{parts}, or set --mesh.{mesh_axes[-1]} to a divisor of {size}."
+                f"{' x '.join(mesh_axes)} of size {parts} does not divide. Change that size to a "
+                f"multiple of {parts}, or set --mesh.{mesh_axes[-1]} to a divisor of {size}."
             )
         entries.append(entry)
     return PartitionSpec(*entries)
@@ -126,7 +129,8 @@ def path_name(path) -> str:
 def param_shardings(model, mesh: Mesh):
     """The sharding of every parameter, as a tree like `model.param_shapes`.
 
-    Raises UserError naming the parameter, its dimension, the mesh axis and the remedy (see `partition_spec`).
+    Raises UserError naming the parameter, its dimension, the mesh axis and the remedy (see
+    `partition_spec`).
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, axes: NamedSharding(
@@ -155,8 +159,8 @@ def batch_sharding(mesh: Mesh, rows: int, sequence_length: int, what: str) -> Na
     parts = batch_parts(mesh)
     if rows % parts:
         raise UserError(
-            f"{what} gives {rows} rows, which the mesh axes data x fsdp of size {parts} do not divide. "
-            f"Use a multiple of {parts} rows (e.g. {-(-rows // parts) * parts}), or a smaller "
+            f"{what} gives {rows} rows, which the mesh axes data x fsdp of size {parts} do not "
+            f"divide. Use a multiple of {parts} rows (e.g. {-(-rows // parts) * parts}), or a smaller "
             "--mesh.data or --mesh.fsdp."
         )
     if sequence_length % mesh.shape["sequence"]:
@@ -176,7 +180,8 @@ def local_rows(sharding: NamedSharding, shape, devices=None) -> tuple[int, int]:
 
 
 def to_global(batch: dict, sharding: NamedSharding, rows: int, first_row: int = 0) -> dict:
-    """Global arrays of `rows` rows from this process's numpy rows, of which the first is `first_row`."""
+    """Global arrays of `rows` rows from this process's numpy rows, of which the first is
+    `first_row`."""
 
     def place(local):
         def part(index):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""`OptimizerConfig` -> an optax transformation, its schedule, its decay mask, and the shardings of its state.
+"""`OptimizerConfig` -> an optax transformation, its schedule, its decay mask, and the shardings of
+its state.
 
     update = -rate(count) * (direction(clip(gradient)) + weight_decay * mask * parameter)
 
-The direction comes from optax (adam, muon, lion, adafactor, momentum). Decoupled weight decay and the schedule are the
-same for all of them, so one learning rate has one meaning.
+The direction comes from optax (adam, muon, lion, adafactor, momentum). Decoupled weight decay and
+the schedule are the same for all of them, so one learning rate has one meaning.
 """
 
 import jax
@@ -21,13 +22,14 @@ from train.mesh import path_name, replicated
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of update `count` = 0, 1, ... out of `steps`, warm-up included.
 
-    `cosine` is exactly `optax.warmup_cosine_decay_schedule`. With warm-up the first update has rate 0.
+    `cosine` is exactly `optax.warmup_cosine_decay_schedule`. With warm-up the first update has rate
+    0.
     """
     peak, final, warmup = config.learning_rate, config.final_learning_rate, config.warmup_steps
     if not 0 <= warmup < steps:
         raise UserError(
-            f"optimizer.warmup_steps={warmup} must be at least 0 and below steps={steps} (it is counted "
-            f"inside them). Use e.g. --optimizer.warmup-steps {steps // 10}."
+            f"optimizer.warmup_steps={warmup} must be at least 0 and below steps={steps} (it is "
+            f"counted inside them). Use e.g. --optimizer.warmup-steps {steps // 10}."
         )
     if not peak > 0:
         raise UserError(f"optimizer.learning_rate={peak} must be above 0.")
@@ -43,8 +45,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     elif config.schedule == "wsd":
         if not 0 < config.wsd_decay_fraction <= 1:
             raise UserError(
-                f"optimizer.wsd_decay_fraction={config.wsd_decay_fraction} must lie in (0, 1]: it is the "
-                "share of all steps spent decaying."
+                f"optimizer.wsd_decay_fraction={config.wsd_decay_fraction} must lie in (0, 1]: it is "
+                "the share of all steps spent decaying."
             )
         decay = min(max(round(config.wsd_decay_fraction * steps), 1), steps - warmup)
         if steps - decay > warmup:
@@ -61,8 +63,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 def is_matrix(name: str, axes: tuple[str | None, ...]) -> bool:
     """Whether a parameter is a matrix rather than a scale, bias or per-position factor.
 
-    Judged without the axes that only count copies (`layers`, `expert`): a stacked (L, D) norm scale is a vector, and so
-    is the (H, K) bias of a per-head map.
+    Judged without the axes that only count copies (`layers`, `expert`): a stacked (L, D) norm scale
+    is a vector, and so is the (H, K) bias of a per-head map.
     """
     axes = tuple(axis for axis in axes if axis not in ("layers", "expert"))
     last = name.rsplit("/", 1)[-1]
@@ -85,9 +87,10 @@ def decay_mask(config: OptimizerConfig, param_axes):
 def muon_dimensions(param_axes):
     """Tree of `MuonDimensionNumbers`, or None where Muon leaves a parameter to Adam.
 
-    A weight is a linear map from its reduction axes to its output axes; `layers` and `expert` axes, and `heads` of a
-    per-head map (H, K, K), count copies that are orthogonalised one by one. (D, H, K) maps D to H x K. The embedding and
-    the output matrix go to Adam, as usual with Muon, and so does whatever has an unnamed axis (convolutions).
+    A weight is a linear map from its reduction axes to its output axes; `layers` and `expert` axes,
+    and `heads` of a per-head map (H, K, K), count copies that are orthogonalised one by one. (D, H,
+    K) maps D to H x K. The embedding and the output matrix go to Adam, as usual with Muon, and so
+    does whatever has an unnamed axis (convolutions).
     """
 
     def dimensions(path, axes):
@@ -119,10 +122,10 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
     """The whole update rule: clip by global norm, direction, decoupled weight decay, learning rate.
 
-    `adamw` is exactly `optax.adamw` with this schedule and mask. `muon` scales its updates to the size of AdamW's
-    (consistent RMS 0.2) and gives what is not a matrix to Adam. `adafactor` has factored second moments, update
-    clipping, no momentum, and no scaling by the parameter, so that the rate means what it means elsewhere. `sgd` has
-    momentum `b1`.
+    `adamw` is exactly `optax.adamw` with this schedule and mask. `muon` scales its updates to the
+    size of AdamW's (consistent RMS 0.2) and gives what is not a matrix to Adam. `adafactor` has
+    factored second moments, update clipping, no momentum, and no scaling by the parameter, so that
+    the rate means what it means elsewhere. `sgd` has momentum `b1`.
     """
     if config.clip_norm is not None and not config.clip_norm > 0:
         raise UserError(
@@ -147,7 +150,8 @@ def build_optimizer(
             muon_weight_dimension_numbers=lambda _: dimensions,
             consistent_rms=0.2,
         )
-        # optax's muon already subtracts; turn it back into a direction, for the decay and schedule that all share.
+        # optax's muon already subtracts; turn it back into a direction, for the decay and schedule
+        # that all share.
         direction = optax.chain(muon, optax.scale(-1.0))
     else:
         raise UserError(
@@ -163,16 +167,18 @@ def build_optimizer(
 
 
 def updates_done(opt_state) -> jax.Array:
-    """How many updates the optimizer has applied: the argument of its schedule. Skipped updates do not count."""
+    """How many updates the optimizer has applied: the argument of its schedule. Skipped updates do
+    not count."""
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
 def opt_state_shardings(opt_state, param_shapes, param_shardings, mesh: Mesh):
     """Shardings of an optimizer state (a tree of shapes), following the parameters.
 
-    A copy of the parameters inside the state (a moment, an average) is recognised by the path of each leaf, which
-    ends in the parameter's own. A factored moment of adafactor lacks one axis of its parameter and keeps the
-    sharding of the others. Counters and tables that belong to no parameter are replicated.
+    A copy of the parameters inside the state (a moment, an average) is recognised by the path of
+    each leaf, which ends in the parameter's own. A factored moment of adafactor lacks one axis of
+    its parameter and keeps the sharding of the others. Counters and tables that belong to no
+    parameter are replicated.
     """
     shapes = jax.tree_util.tree_flatten_with_path(param_shapes)[0]
     shardings = jax.tree.leaves(param_shardings)
@@ -202,6 +208,6 @@ def _follow(path, field, shape, parameter_shape, sharding, mesh) -> NamedShardin
             spec = (*sharding.spec, *(None,) * (len(parameter_shape) - len(sharding.spec)))
             return NamedSharding(mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
     raise UserError(
-        f"Optimizer state {path_name(path)} has shape {shape}, its parameter {parameter_shape}: no rule "
-        "says how to shard it. Add one to train.optim.opt_state_shardings."
+        f"Optimizer state {path_name(path)} has shape {shape}, its parameter {parameter_shape}: "
+        "no rule says how to shard it. Add one to train.optim.opt_state_shardings."
     )

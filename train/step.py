@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""The train state, the train step and the evaluation step, as jitted functions with pinned shardings.
+"""The train state, the train step and the evaluation step, as jitted functions with pinned
+shardings.
 
-    loss = sum(w * nll) / sum(w)  +  z_loss * sum(w * log(Z)^2) / sum(w)        sums over the global batch
+    loss = sum(w * nll) / sum(w)  +  z_loss * sum(w * log(Z)^2) / sum(w)        sums over the global
+    batch
 
-The state is a plain dict: `params`, `opt_state`, `step` (updates attempted so far), and `ema` if asked for.
+The state is a plain dict: `params`, `opt_state`, `step` (updates attempted so far), and `ema` if
+asked for.
 Letters: B rows of the global batch, T tokens per row.
 """
 
@@ -52,7 +55,8 @@ class Trainer:
 
 
 def loss_sums(model, config: LossConfig, params, batch: Batch) -> tuple[jax.Array, dict]:
-    """Weighted sums over one (micro-)batch, not yet divided: (objective, {nll, log_z_squared}), float32."""
+    """Weighted sums over one (micro-)batch, not yet divided: (objective, {nll, log_z_squared}),
+    float32."""
     mixer = model.config.mixer
     options = {}
     if "segment_ids" in batch:
@@ -72,9 +76,9 @@ def loss_sums(model, config: LossConfig, params, batch: Batch) -> tuple[jax.Arra
 def gradients(model, config: LossConfig, params, batch: Batch, *, accumulation_steps=1, mesh=None):
     """Gradient of the loss of the whole batch, and the metrics loss, z_loss and weight.
 
-    With accumulation, micro-batch i holds rows i, i + k, ... (so that each stays spread over the same devices);
-    gradients are summed over them and divided once by the total weight. On a mesh the gradients have the
-    shardings of the parameters.
+    With accumulation, micro-batch i holds rows i, i + k, ... (so that each stays spread over the
+    same devices); gradients are summed over them and divided once by the total weight. On a mesh
+    the gradients have the shardings of the parameters.
     """
     value_and_grad = jax.value_and_grad(
         lambda params, batch: loss_sums(model, config, params, batch), has_aux=True
@@ -117,7 +121,8 @@ def gradients(model, config: LossConfig, params, batch: Batch, *, accumulation_s
 
 
 def ema_rate(decay: float, step: jax.Array) -> jax.Array:
-    """The decay of the moving average at `step`: small at first, so that the random start is forgotten."""
+    """The decay of the moving average at `step`: small at first, so that the random start is
+    forgotten."""
     step = step.astype(jnp.float32)
     return jnp.minimum(decay, (1.0 + step) / (10.0 + step))
 
@@ -189,7 +194,8 @@ def make_trainer(experiment: Experiment, model, mesh: Mesh) -> Trainer:
                 state["ema"],
                 new["params"],
             )
-        # A gradient that is not finite must not touch the state, whether the run then stops or goes on.
+        # A gradient that is not finite must not touch the state, whether the run then stops or goes
+        # on.
         state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old) | {
             "step": state["step"] + 1
         }
@@ -219,7 +225,8 @@ def make_trainer(experiment: Experiment, model, mesh: Mesh) -> Trainer:
 
 
 def make_eval_step(model, config: LossConfig, mesh: Mesh, rows: int, sequence_length: int):
-    """((params, batch) -> (sum of weighted nll, sum of weights) float32 scalars, sharding of the batch)."""
+    """((params, batch) -> (sum of weighted nll, sum of weights) float32 scalars, sharding of the
+    batch)."""
     of_batch = batch_sharding(
         mesh, rows, sequence_length, f"An evaluation batch of batch_size={rows}"
     )
@@ -251,6 +258,6 @@ def check_packing(experiment: Experiment) -> None:
     mixer = experiment.model.mixer
     if experiment.data.packing == "documents" and not mixer.takes_segments:
         raise UserError(
-            f"data.packing=documents puts several documents into a row, which {type(mixer).__name__} "
-            "cannot keep apart. Use --data.packing windows, or the Attention mixer."
+            "data.packing=documents puts several documents into a row, which "
+            f"{type(mixer).__name__} cannot keep apart. Use --data.packing windows, or the Attention mixer."
         )
