@@ -192,7 +192,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         build: dict[str, Any] = dict(dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
-        self.inputs = config.inputs.build(config.d_model, **build)
+        self.inputs: Any = config.inputs.build(config.d_model, **build)
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.blocks = jax.vmap(lambda key: Block(config, rngs=nnx.Rngs(params=key)))(keys)
         self.final_norm = config.norm.build(config.d_model, param_dtype=config.param_dtype)

@@ -46,7 +46,7 @@ def import_weights(model: Model, table: Iterable[Row], weights: Mapping[str, Any
     known = {row.official for row in rows}
     faults += [f"surplus {name}" for name in weights if name not in known]
     faults += [
-        f"misshaped {row.official}: {np.shape(weights[row.official])}, expected {row.official_shape}"
+        f"misshaped {row.official}: {np.shape(weights[row.official])}, not {row.official_shape}"
         for row in rows
         if row.official in weights and np.shape(weights[row.official]) != row.official_shape
     ]

@@ -21,7 +21,9 @@ def max_abs(got, want):
 def max_rel(got, want):
     """Largest absolute difference over the largest absolute value of the reference."""
     got, want = _pair(got, want)
-    return float(np.max(np.abs(got - want), initial=0.0) / (np.max(np.abs(want), initial=0.0) + 1e-30))
+    return float(
+        np.max(np.abs(got - want), initial=0.0) / (np.max(np.abs(want), initial=0.0) + 1e-30)
+    )
 
 
 def rms_rel(got, want):
