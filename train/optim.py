@@ -45,7 +45,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     elif config.schedule == "wsd":
         if not 0 < config.wsd_decay_fraction <= 1:
             raise UserError(
-                f"optimizer.wsd_decay_fraction={config.wsd_decay_fraction} must lie in (0, 1]: it is "
+                f"optimizer.wsd_decay_fraction={config.wsd_decay_fraction} must lie in (0, 1]: it "
+                "is "
                 "the share of all steps spent decaying."
             )
         decay = min(max(round(config.wsd_decay_fraction * steps), 1), steps - warmup)
@@ -157,9 +158,13 @@ def build_optimizer(
         raise UserError(
             f"optimizer.name={config.name!r}: one of adamw, muon, lion, adafactor, sgd."
         )
-    clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
+    # `identity` keeps the tree of the state the same, so that a run can go on with clipping turned
+    # off.
+    clip = optax.identity()
+    if config.clip_norm is not None:
+        clip = optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(
-        *clip,
+        clip,
         direction,
         optax.add_decayed_weights(config.weight_decay, decay_mask(config, param_axes)),
         optax.scale_by_learning_rate(learning_rate_schedule(config, steps)),

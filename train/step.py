@@ -259,5 +259,6 @@ def check_packing(experiment: Experiment) -> None:
     if experiment.data.packing == "documents" and not mixer.takes_segments:
         raise UserError(
             "data.packing=documents puts several documents into a row, which "
-            f"{type(mixer).__name__} cannot keep apart. Use --data.packing windows, or the Attention mixer."
+            f"{type(mixer).__name__} cannot keep apart. Use --data.packing windows, or the "
+            "Attention mixer."
         )
