@@ -239,8 +239,8 @@ class RunLog:
             parts["grad"] = f"{record['grad_norm']:.2f}"
         parts["lr"] = f"{record['learning_rate']:.2e}"
         if "tokens_per_second" in record:
-            parts["tok/s"] = human(record["tokens_per_second"])
-            parts["FLOP/s"] = human(record["flops_per_second"])
+            parts["speed"] = human(record["tokens_per_second"], "tok/s")
+            parts["compute"] = human(record["flops_per_second"], "FLOP/s")
         if "mfu" in record:
             parts["MFU"] = f"{record['mfu']:.1%}"
         if self._bar is not None:

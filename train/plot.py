@@ -69,11 +69,11 @@ def plot_curves(
         axes.axhline(value, color=color, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
         axes.annotate(
             f"{name} {value:.3f}",
-            xy=(1.0, value),
+            xy=(0.0, value),  # on the left, where the curves are still far above
             xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
+            xytext=(4, 3),
             textcoords="offset points",
-            ha="right",
+            ha="left",
             va="bottom",
             color=color,
             fontsize=9,
