@@ -58,21 +58,6 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*map(axes_of, names)))
 
 
-def match_varying(x: Any, like: jax.Array) -> Any:
-    """Marks every leaf of `x` as varying over the manual mesh axes that `like` varies over.
-
-    Needed inside `shard_map` where a replicated value starts a scan whose later values depend on
-    sharded data.
-    """
-    wanted = jax.typeof(like).vma
-
-    def cast(leaf):
-        missing = tuple(sorted(wanted - jax.typeof(leaf).vma))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(cast, x) if wanted else x
-
-
 def any_mesh(out_specs: Callable[[Any], Any]) -> Callable[[Callable], Callable]:
     """Lets a module's method `call(self, x, **options)`, written for automatic sharding, run on an
     Explicit mesh.

@@ -45,7 +45,7 @@ class TTTLinear(MixerConfig):
     """Base of the rotary frequencies; positions count inside the mini-batch."""
     eps: float = 1e-6
     """Of the inner norm and the norm before the output projection."""
-    checkpoint_every: int = 4
+    checkpoint_every: int = 16
     """Mini-batches between stored states in the backward pass; the rest is recomputed."""
     implementation: str | None = None
     """Of the inner loop, see `pallas_kernels.ttt_linear`; None picks the best that the device

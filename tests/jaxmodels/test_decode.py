@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxmodels_models import tiny, tokens
+from small_models import tiny, tokens
 from measure import max_abs
 
 import jaxmodels

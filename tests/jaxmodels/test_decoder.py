@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxmodels_models import MIXERS, tiny, tokens
+from small_models import MIXERS, tiny, tokens
 from measure import max_abs, rms_rel
 
 import jaxmodels

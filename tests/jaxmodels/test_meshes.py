@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxmodels_models import MIXERS, tiny, tokens
+from small_models import MIXERS, tiny, tokens
 from measure import max_abs
 
 import jaxmodels
@@ -115,6 +115,6 @@ def test_an_unknown_activation_name_is_refused():
     with (
         jax.set_mesh(mesh_of(AxisType.Auto)),
         jaxmodels.sharding.use_rules({"batch": "data"}),
-        pytest.raises(ValueError, match="no sharding rule for .'heads'"),
+        pytest.raises(ValueError, match="no sharding rule"),
     ):
         jax.jit(lambda x: jaxmodels.sharding.constrain(x, "batch", "heads"))(jnp.ones((4, 4)))

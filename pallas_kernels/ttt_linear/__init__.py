@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""The inner loop of TTT-Linear (see README.md in this folder)."""
+
+from pallas_kernels.ttt_linear.api import ttt_linear
+from pallas_kernels.ttt_linear.state import TTTLinearState, init_state
+
+__all__ = ["TTTLinearState", "init_state", "ttt_linear"]
