@@ -10,6 +10,7 @@ nothing is replicated silently.
 import math
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from train.errors import UserError
@@ -180,16 +181,23 @@ def local_rows(sharding: NamedSharding, shape, devices=None) -> tuple[int, int]:
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
+def local_part(local: np.ndarray, index, rows: int, first_row: int) -> np.ndarray:
+    """The shard `index` of a global array of `rows` rows, cut from `local`, its rows from
+    `first_row` on."""
+    start, stop, _ = index[0].indices(rows)
+    return local[(slice(start - first_row, stop - first_row), *index[1:])]
+
+
 def to_global(batch: dict, sharding: NamedSharding, rows: int, first_row: int = 0) -> dict:
     """Global arrays of `rows` rows from this process's numpy rows, of which the first is
     `first_row`."""
 
     def place(local):
-        def part(index):
-            start, stop, _ = index[0].indices(rows)
-            return local[(slice(start - first_row, stop - first_row), *index[1:])]
-
-        return jax.make_array_from_callback((rows, *local.shape[1:]), sharding, part)
+        return jax.make_array_from_callback(
+            (rows, *local.shape[1:]),
+            sharding,
+            lambda index: local_part(local, index, rows, first_row),
+        )
 
     return {name: place(value) for name, value in batch.items()}
 

@@ -181,7 +181,7 @@ def make_trainer(experiment: Experiment, model, mesh: Mesh) -> Trainer:
         grads, metrics = gradients(
             model, experiment.loss, params, batch, accumulation_steps=k, mesh=mesh
         )
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(metrics["loss"] + metrics["z_loss"]) & jnp.isfinite(grad_norm)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         new = {"params": optax.apply_updates(params, updates), "opt_state": new_opt_state}
