@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.data.token_file import TokenFile, open_token_file, write_documents
+from train.data.token_file import TokenFile, open_cached
 from train.data.tokenizer import Tokenizer
 from train.errors import UserError
 
@@ -58,9 +58,7 @@ def open_hugging_face(text: str, *, tokenizer: Tokenizer, cache_directory: str) 
     key = hashlib.sha256(repr((source, stats, tokenizer.fingerprint)).encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.dataset}-{source.split}").strip("-.")
     path = Path(cache_directory) / f"hf-{name[-80:]}-{key}.tokens"
-    if path.exists():
-        return open_token_file(str(path), tokenizer)
-    return write_documents(_texts(source, text), str(path), tokenizer=tokenizer, what=text)
+    return open_cached(str(path), lambda: _texts(source, text), tokenizer=tokenizer, what=text)
 
 
 def _texts(source: Source, name: str) -> Iterator[str]:

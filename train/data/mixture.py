@@ -7,6 +7,7 @@ import heapq
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import grain
 
@@ -29,7 +30,7 @@ class Interleave(grain.transforms.DatasetSelectionMap):
         exact = [fractions.Fraction(str(w)) for w in weights]
         scale = math.lcm(*(w.denominator for w in exact))
         # (weight, tie break, source or (left, right, weight of left, weight of both))
-        heap = [(int(w * scale), i, i) for i, w in enumerate(exact)]
+        heap: list[tuple[int, int, Any]] = [(int(w * scale), i, i) for i, w in enumerate(exact)]
         heapq.heapify(heap)
         while len(heap) > 1:
             left, right = heapq.heappop(heap), heapq.heappop(heap)

@@ -26,7 +26,7 @@ from train.errors import UserError
 Batch = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class WindowRows:
     """Consecutive windows of the file; `partial` keeps the shorter last one."""
 
@@ -44,7 +44,7 @@ class WindowRows:
         return [(start, min(start + self.length, self.file.num_tokens))]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DocumentRows:
     """Documents packed into rows by `pack`."""
 

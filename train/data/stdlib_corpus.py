@@ -17,14 +17,13 @@ folder, never both: about 5 % of the files, up to `VALIDATION_BYTES`.
 
 import ast
 import hashlib
-import logging
 import os
 import re
 import sys
 import sysconfig
 from pathlib import Path
 
-from train.data.token_file import TokenFile, open_token_file, write_documents
+from train.data.token_file import TokenFile, open_cached
 from train.data.tokenizer import Tokenizer
 from train.errors import UserError
 
@@ -33,7 +32,6 @@ VERSION = 1
 VALIDATION_SHARE = 0.05
 VALIDATION_BYTES = 512 * 1024
 """Validation stops growing here, so that a full evaluation stays quick."""
-PARTS = ("train", "validation")
 _LEFT_OUT = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload")
 )
@@ -120,28 +118,12 @@ def open_stdlib(
         digest.update(f"\n{path} {len(data)}\n".encode() + data)
     version = "{}.{}".format(*sys.version_info)
     name = f"stdlib-python{version}-{digest.hexdigest()[:16]}"
-    paths = split(documents)
-    for each in PARTS:
-        file = Path(cache_directory) / f"{name}-{each}.tokens"
-        if not _is_valid(file, tokenizer):
-            write_documents(
-                (documents[path] for path in paths[each]),
-                str(file),
-                tokenizer=tokenizer,
-                overwrite=True,
-            )
-    return open_token_file(str(Path(cache_directory) / f"{name}-{part}.tokens"), tokenizer)
-
-
-def _is_valid(file: Path, tokenizer: Tokenizer) -> bool:
-    if not file.exists():
-        return False
-    try:
-        open_token_file(str(file), tokenizer)
-    except UserError as error:
-        logging.getLogger(__name__).warning("Building the corpus 'stdlib' again. %s", error)
-        return False
-    return True
+    return open_cached(
+        str(Path(cache_directory) / f"{name}-{part}.tokens"),
+        lambda: (documents[path] for path in split(documents)[part]),
+        tokenizer=tokenizer,
+        what=f"the {part} part of 'stdlib'",
+    )
 
 
 def _read(file: Path) -> str | None:

@@ -54,6 +54,7 @@ class TrainData:
         self.rows = tuple(rows)
         self.fingerprint = _fingerprint(rows, weights, batch_size, sequence_length, packing)
         self._order = _order([len(r) for r in rows], weights, seed)
+        self._order[0]  # grain sets up its counters on first use, which threads must not race for
 
     @property
     def rows_per_epoch(self) -> int:
@@ -90,10 +91,6 @@ class TrainData:
                 f"{rows.file.path} row {index}: tokens {shown}{more}, from document {document}"
             )
         return lines
-
-    def train_bytes(self) -> list[np.ndarray]:
-        """The bytes (N,) uint8 of each source, a zero after each document. Byte tokens only."""
-        return [_bytes(rows.file) for rows in self.rows]
 
     def _rows_at(self, step: int, start: int, stop: int | None) -> list[tuple[Rows, int]]:
         stop = self.batch_size if stop is None else stop
@@ -140,7 +137,7 @@ class ValidationData:
         every = ((rows, i) for rows in self.rows for i in range(len(rows)))
         while chosen := list(itertools.islice(every, self.batch_size)):
             padding = [None] * (self.batch_size - len(chosen))
-            yield read_batch(chosen + padding, self.sequence_length, self.packing)
+            yield read_batch([*chosen, *padding], self.sequence_length, self.packing)
 
     @property
     def fill_rate(self) -> float:

@@ -17,8 +17,10 @@ import difflib
 import glob
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +48,7 @@ BATCH_CHARACTERS = 2**22
 """Text tokenized at one time."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFile:
     """An open token file."""
 
@@ -130,7 +132,8 @@ def write_documents(
     """
     _check_output(output, overwrite)
     path = Path(output)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # A name of its own, since several processes may build the same file of a shared cache.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -246,6 +249,19 @@ def open_token_file(path: str, tokenizer: Tokenizer | None = None) -> TokenFile:
         tokenizer_fingerprint=header["tokenizer_fingerprint"],
         fingerprint=header["sha256"],
     )
+
+
+def open_cached(
+    path: str, build: Callable[[], Iterable[str]], *, tokenizer: Tokenizer, what: str
+) -> TokenFile:
+    """A token file of a cache; written from the documents of `build()` when it is not there, and
+    again, with a warning in the log, when it is damaged. `what` names the text."""
+    if os.path.exists(path):
+        try:
+            return open_token_file(path, tokenizer)
+        except UserError as error:
+            logging.getLogger(__name__).warning("Tokenizing %s again. %s", what, error)
+    return write_documents(build(), path, tokenizer=tokenizer, overwrite=True, what=what)
 
 
 def find_inputs(inputs: Sequence[str]) -> list[tuple[Path, bool]]:

@@ -2,9 +2,10 @@
 # Copyright 2026 The jaxmodels authors
 """Tokenizers: bytes, or any `tokenizers` JSON file.
 
-Every document ends with one end-of-document token, which the model learns to predict. Bytes use
-byte 0 for it, which text does not contain, so the byte vocabulary is exactly 256. A `tokenizers`
-file must name one of `END_OF_DOCUMENT` among its tokens.
+Every document ends with one end-of-document token, which the model learns to predict. For bytes it
+is byte 0, so the vocabulary is exactly 256; text does not use that byte, and where it does, the
+model sees an end inside the document. A `tokenizers` file must name one of `END_OF_DOCUMENT` among
+its tokens.
 """
 
 import difflib
