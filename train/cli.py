@@ -286,9 +286,13 @@ def _generate(args: list[str]) -> int:
 
 
 def _data(args: list[str]) -> int:
-    actions = {"tokens": "text files or JSON lines -> token files"}
+    actions = {
+        "tokens": "turn text files or JSON lines into a token file",
+        "stdlib": "build the corpus of Python's own sources and show what is in it",
+        "show": "print a row as the model sees it",
+    }
     if not args or args[0] in ("-h", "--help"):
-        listed = "\n".join(f"  {name}  {text}" for name, text in actions.items())
+        listed = "\n".join(f"  {name:<6}  {text}" for name, text in actions.items())
         print(f"usage: jaxmodels data ACTION [options]\n\nactions:\n{listed}")
         return 0 if args else 2
     if args[0] not in actions:
@@ -296,9 +300,14 @@ def _data(args: list[str]) -> int:
             f"jaxmodels data: there is no action {args[0]!r}{_did_you_mean(args[0], actions)} "
             f"Actions: {', '.join(actions)}."
         )
-    from train.data import TokensCommand, run_tokens
+    import train.data as data
 
-    run_tokens(parse(TokensCommand, args[1:], f"jaxmodels data {args[0]}"))
+    command, run = {
+        "tokens": (data.TokensCommand, data.run_tokens),
+        "stdlib": (data.StdlibCommand, data.run_stdlib),
+        "show": (data.ShowCommand, data.run_show),
+    }[args[0]]
+    run(parse(command, args[1:], f"jaxmodels data {args[0]}"))
     return 0
 
 

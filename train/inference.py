@@ -15,8 +15,7 @@ import tyro
 
 import jaxmodels
 from train.checkpoint import find_checkpoint, load, read_meta
-from train.data import open_validation
-from train.data.tokenizer import load_tokenizer
+from train.data import load_tokenizer, open_validation
 from train.errors import UserError
 from train.evaluate import evaluate
 from train.experiment import MeshConfig

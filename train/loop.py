@@ -26,7 +26,7 @@ from train.checkpoint import (
     check_same_data,
     make_meta,
 )
-from train.data import open_train, open_validation
+from train.data import ngram, open_train, open_validation
 from train.errors import UserError
 from train.evaluate import evaluate
 from train.experiment import Experiment
@@ -235,7 +235,7 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
             say(_how_to_go_on(stop, step, directory))
             return Result(step, False, directory, None)
 
-        if step > first or evaluated is None:
+        if step > first or evaluated is None or evaluated["tokens"] < validation.num_tokens:
             evaluated = run_evaluation(step, None)
         save(step)
         checkpoints.wait()
@@ -254,7 +254,7 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
             experiment,
             model,
             state[eval_params],
-            data.tokenizer,
+            data,
             validation,
             directory,
             summary,
@@ -452,9 +452,7 @@ def _non_finite_error(bad: _NonFinite, experiment, directory: Path, data, checkp
     )
 
 
-def _finish(
-    experiment, model, params, tokenizer, validation, directory: Path, summary, stop
-) -> bool:
+def _finish(experiment, model, params, data, validation, directory: Path, summary, stop) -> bool:
     """Yardsticks, picture, continuation; fills `summary`. False if a signal cut it short."""
     byte_level = experiment.data.tokenizer == "bytes"
     sample = experiment.sample
@@ -462,14 +460,14 @@ def _finish(
         tokens = jaxmodels.generate(
             model,
             params,
-            [tokenizer.encode(sample.prompt)],
+            [data.tokenizer.encode(sample.prompt)],
             max_new_tokens=sample.max_new_tokens,
             temperature=sample.temperature,
             top_k=sample.top_k,
             top_p=sample.top_p,
             key=jax.random.key(experiment.seed),
         )
-        text = tokenizer.decode(np.asarray(tokens[0]).tolist())
+        text = data.tokenizer.decode(np.asarray(tokens[0]).tolist())
         summary["sample"] = {"prompt": sample.prompt, "continuation": text}
     elif sample.prompt:
         summary["sample_note"] = (
@@ -477,10 +475,8 @@ def _finish(
         )
     if stop or jax.process_index() != 0:
         return not stop
-    yardsticks = {}
-    if experiment.baselines:
-        yardsticks = _yardsticks(experiment, validation)
-        summary["yardsticks"] = yardsticks
+    scores = yardsticks(data, validation) if experiment.baselines else {}
+    summary["yardsticks"] = scores
     if stop:
         return False
     curves = directory / CURVES_FILE
@@ -489,7 +485,7 @@ def _finish(
         curves,
         title=f"{experiment.name}: {model.num_params:,} parameters",
         bits_per_byte=byte_level,
-        yardsticks=yardsticks,
+        yardsticks=scores,
     )
     summary["curves"] = str(curves)
     partial = directory / (SUMMARY_FILE + ".tmp")
@@ -498,11 +494,15 @@ def _finish(
     return True
 
 
-def _yardsticks(experiment: Experiment, validation) -> dict[str, float]:
-    """Bits per byte of a unigram and an order-3 n-gram model, on the same validation bytes."""
-    from train.data import ngram
-
-    return ngram.yardsticks(experiment.data, validation)
+def yardsticks(data, validation) -> dict[str, float]:
+    """Bits per byte of a unigram and an order-3 n-gram model of the training bytes, on the
+    validation bytes."""
+    model = ngram.fit([rows.file.tokens for rows in data.rows], 3)
+    text = validation.targets_bytes()
+    return {
+        "unigram": ngram.prefix(model, 1).bits_per_byte(text),
+        "order-3 n-gram": model.bits_per_byte(text),
+    }
 
 
 def summary_text(summary: dict[str, Any]) -> str:
