@@ -15,15 +15,16 @@ import dataclasses
 import gc
 import importlib.metadata
 import json
+import math
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, SingleDeviceSharding
-from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import jaxmodels
 from train.errors import UserError
@@ -93,27 +94,30 @@ class Checkpoints:
                 f"checkpoint.keep_best={config.keep_best} at least 0."
             )
         self.directory = Path(run_directory).absolute() / FOLDER
-        keep = [preservation_policy.LatestN(config.keep_last)]
-        if config.keep_best:
-            keep.append(
-                preservation_policy.BestN(
-                    get_metric_fn=lambda metrics: metrics["validation_loss"],
-                    reverse=True,  # orbax keeps the last of the sorted list
-                    n=config.keep_best,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
         self.directory.mkdir(parents=True, exist_ok=True)
-        with _unreadable(self.directory, None):
-            self._manager = ocp.CheckpointManager(
-                self.directory,
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
-                    async_options=ocp.options.AsyncOptions(
-                        post_finalization_callback=self._write_manifests
-                    ),
-                ),
-            )
+        self._policy = _LastAndBest(config)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._policy,
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=self._write_manifests
+            ),
+        )
+        self._manager = _read(
+            lambda: ocp.CheckpointManager(self.directory, options=options), self.directory, None
+        )
+        for step in self.steps():
+            # A damaged one is not this function's business: it counts as not evaluated.
+            with contextlib.suppress(UserError):
+                self._note(step, self.meta(step)["validation"])
+
+    def _note(self, step: int, validation: dict | None) -> None:
+        if validation is not None and math.isfinite(validation["loss"]):
+            self._policy.losses[step] = validation["loss"]
+
+    @property
+    def best_loss(self) -> float:
+        """The lowest validation loss among the checkpoints; infinity before the first."""
+        return min(self._policy.losses.values(), default=math.inf)
 
     def steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
@@ -131,9 +135,8 @@ class Checkpoints:
         }
         if "ema" in state:
             items["ema"] = ocp.args.StandardSave(state["ema"])
-        validation = meta["validation"]
-        metrics = {"validation_loss": validation["loss"]} if validation else None
-        self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+        self._note(step, meta["validation"])
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         return True
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -226,11 +229,11 @@ def restore_items(folder: Path, targets: dict[str, Any], earlier: int | None = N
     sharding)."""
     check_complete(folder, earlier)
     items = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
-    with _unreadable(folder, earlier):
-        restored = ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(
-            folder, args=ocp.args.Composite(**items)
-        )
-        return {name: restored[name] for name in targets}
+    checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    restored = _read(
+        lambda: checkpointer.restore(folder, args=ocp.args.Composite(**items)), folder, earlier
+    )
+    return {name: restored[name] for name in targets}
 
 
 def _damaged(folder: Path, earlier: int | None, why: str) -> UserError:
@@ -246,24 +249,38 @@ def _damaged(folder: Path, earlier: int | None, why: str) -> UserError:
     )
 
 
-@contextlib.contextmanager
-def _unreadable(folder: Path, earlier: int | None):
-    """Turns whatever orbax raises on a damaged folder into one UserError."""
+def _read(what: Callable[[], Any], folder: Path, earlier: int | None) -> Any:
+    """`what()`, with whatever orbax raises on a damaged folder as one UserError."""
     try:
-        yield
-    except (KeyboardInterrupt, UserError):
+        return what()
+    except UserError:
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        # The reads that were still under way complain on stderr when they are collected.
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        try:
-            error.__traceback__ = None
-            del error
-            gc.collect()
-        finally:
-            sys.unraisablehook = hook
-        raise _damaged(folder, earlier, reason) from None
+    # Reads that were still under way complain on stderr when they are collected: do that now,
+    # quietly.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+    raise _damaged(folder, earlier, reason)
+
+
+class _LastAndBest:
+    """Which checkpoints orbax keeps. The losses come from our own meta data, so that they outlive
+    the program."""
+
+    def __init__(self, config: CheckpointConfig):
+        self.config = config
+        self.losses: dict[int, float] = {}
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        keep = set(steps[-self.config.keep_last :])
+        ranked = sorted((s for s in steps if s in self.losses), key=lambda s: self.losses[s])
+        keep |= set(ranked[: self.config.keep_best])
+        return [step in keep for step in steps]
 
 
 def check_resumable(meta: dict, experiment: Experiment, folder: Path) -> dict[str, tuple]:

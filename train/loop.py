@@ -169,14 +169,7 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
             with log.pause():
                 checkpoints.save(step, state, meta)
 
-        best = min(
-            (
-                m["validation"]["loss"]
-                for m in map(checkpoints.meta, checkpoints.steps())
-                if m["validation"]
-            ),
-            default=math.inf,
-        )
+        best = checkpoints.best_loss
         profiler = _Profiler(experiment, directory)
         cleanup.callback(profiler.close)
         clock = _SaveClock(experiment.checkpoint.every_minutes)
