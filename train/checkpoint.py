@@ -141,7 +141,7 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """What the checkpoint of `step` says about itself."""
-        return read_meta(self.directory / str(step))
+        return read_meta(self.directory / str(step), self._earlier(step))
 
     def restore(self, step: int, shapes: dict[str, Any]) -> dict[str, Any]:
         """The train state in the shardings of `shapes` (see `Trainer.shapes`), whatever mesh wrote
@@ -154,10 +154,12 @@ class Checkpoints:
         targets = {"params": shapes["params"], "training": training}
         if "ema" in shapes:
             targets["ema"] = shapes["ema"]
-        earlier = [other for other in self.steps() if other < step]
-        restored = restore_items(folder, targets, earlier[-1] if earlier else None)
+        restored = restore_items(folder, targets, self._earlier(step))
         training = restored.pop("training")
         return restored | training
+
+    def _earlier(self, step: int) -> int | None:
+        return max((other for other in self.steps() if other < step), default=None)
 
     def wait(self) -> None:
         """Returns once every checkpoint is complete; raises what went wrong in the background."""
@@ -208,14 +210,14 @@ def check_complete(folder: Path, earlier: int | None = None) -> None:
             raise _damaged(folder, earlier, f"{name} {how}")
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path, earlier: int | None = None) -> dict[str, Any]:
     """The JSON of a checkpoint folder, without touching its arrays."""
-    check_complete(folder)
+    check_complete(folder, earlier)
     try:
         meta = json.loads((folder / "meta" / "metadata").read_text())
         written = meta["format"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise _damaged(folder, None, "its meta data cannot be read") from None
+        raise _damaged(folder, earlier, "its meta data cannot be read") from None
     if written != FORMAT:
         raise UserError(
             f"Checkpoint {folder} has format {written}, this version reads format {FORMAT}. "
