@@ -366,14 +366,14 @@ def find_checkpoint(path: str | Path, step: int | str = "latest") -> Path:
     if step == "latest":
         return root / str(steps[-1])
     if step == "best":
-        losses = {}
+        losses: dict[int, float] = {}
         for candidate in steps:
             validation = read_meta(root / str(candidate))["validation"]
             if validation:
                 losses[candidate] = validation["loss"]
         if not losses:
             raise UserError(f"No checkpoint in {root} was evaluated; use --step latest.")
-        return root / str(min(losses, key=losses.get))
+        return root / str(min(losses, key=lambda candidate: losses[candidate]))
     if step not in steps:
         raise UserError(f"{root} has no checkpoint of step {step}; it has {steps}.")
     return root / str(step)

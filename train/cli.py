@@ -16,7 +16,7 @@ import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -302,11 +302,12 @@ def _data(args: list[str]) -> int:
         )
     import train.data as data
 
-    command, run = {
+    commands: dict[str, tuple[type, Callable[[Any], None]]] = {
         "tokens": (data.TokensCommand, data.run_tokens),
         "stdlib": (data.StdlibCommand, data.run_stdlib),
         "show": (data.ShowCommand, data.run_show),
-    }[args[0]]
+    }
+    command, run = commands[args[0]]
     run(parse(command, args[1:], f"jaxmodels data {args[0]}"))
     return 0
 

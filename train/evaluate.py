@@ -18,6 +18,10 @@ from train.errors import UserError
 from train.mesh import to_global
 
 
+class EvaluationStopped(Exception):
+    """`should_stop` became true before the end."""
+
+
 def evaluate(
     eval_step: Callable,
     params: Any,
@@ -27,7 +31,7 @@ def evaluate(
     rows: int,
     batches: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
+) -> dict[str, float]:
     """The token-weighted loss over validation data.
 
     Args:
@@ -37,7 +41,7 @@ def evaluate(
       sharding: of the batch, from `make_eval_step`.
       rows: rows per batch.
       batches: how many batches to read; None reads all.
-      should_stop: asked between batches; once it is true the result is None.
+      should_stop: asked between batches; once it is true EvaluationStopped is raised.
 
     Returns:
       loss (nats per token), perplexity, bits_per_byte and tokens.
@@ -54,7 +58,7 @@ def evaluate(
 
     for batch in itertools.islice(iter(validation), batches):
         if should_stop():
-            return None
+            raise EvaluationStopped
         pending.append(eval_step(params, to_global(batch, sharding, rows)))
         collect(keep=2)
     collect(keep=0)

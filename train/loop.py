@@ -28,7 +28,7 @@ from train.checkpoint import (
 )
 from train.data import ngram, open_train, open_validation
 from train.errors import UserError
-from train.evaluate import evaluate
+from train.evaluate import EvaluationStopped, evaluate
 from train.experiment import Experiment
 from train.mesh import describe, local_rows, make_mesh, to_global
 from train.metrics import (
@@ -108,7 +108,7 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
     check_vocabulary(model, data.tokenizer)
     validation = open_validation(experiment.data, **(batch_shape | {"batch_size": eval_rows}))
     if stop and jax.process_count() == 1:
-        say(f"Stopped by {stop.signal} before training began. Run the same command again.")
+        say(f"Stopped by {stop.name} before training began. Run the same command again.")
         return Result(0, False, directory, None)
 
     checkpoints = Checkpoints(directory, experiment.checkpoint)
@@ -150,18 +150,20 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
 
         def run_evaluation(step: int, batches: int | None) -> dict[str, float] | None:
             with log.pause():
-                values = evaluate(
-                    eval_step,
-                    state[eval_params],
-                    validation,
-                    eval_sharding,
-                    rows=eval_rows,
-                    batches=batches,
-                    # Several processes must all read the same number of batches.
-                    should_stop=(lambda: bool(stop)) if jax.process_count() == 1 else lambda: False,
-                )
-            if values is not None:
-                log.validation(step, values)
+                try:
+                    values = evaluate(
+                        eval_step,
+                        state[eval_params],
+                        validation,
+                        eval_sharding,
+                        rows=eval_rows,
+                        batches=batches,
+                        # Several processes must all read the same number of batches.
+                        should_stop=lambda: bool(stop) and jax.process_count() == 1,
+                    )
+                except EvaluationStopped:
+                    return None
+            log.validation(step, values)
             return values
 
         def save(step: int) -> None:
@@ -193,8 +195,8 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
 
                 # Save.
                 stopping, time_to_save = _agree(step, first, bool(stop), clock.due())
-                every = experiment.checkpoint.every_steps
-                by_step = bool(every) and step > first and step % every == 0
+                save_every = experiment.checkpoint.every_steps
+                by_step = save_every is not None and step > first and step % save_every == 0
                 keep_best = new_best and experiment.checkpoint.keep_best > 0
                 if by_step or time_to_save or keep_best or stopping:
                     deferred.flush()
@@ -374,7 +376,7 @@ class _Profiler:
 
     def __init__(self, experiment: Experiment, directory: Path):
         self._start = experiment.profile.start
-        self._end = None if self._start is None else self._start + experiment.profile.steps
+        self._end = (self._start or 0) + experiment.profile.steps
         self._folder, self._running = str(directory / "tensorboard"), False
 
     def before(self, step: int) -> None:
@@ -400,7 +402,7 @@ def _compilation_cache(folder: str | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
     try:
         yield
@@ -409,7 +411,7 @@ def _compilation_cache(folder: str | None) -> Iterator[None]:
 
 
 def _how_to_go_on(stop: StopRequest, step: int, directory: Path) -> str:
-    signal = stop.signal or "another process"
+    signal = stop.name or "another process"
     if not step:
         return f"Stopped by {signal} before the first step. Run the same command again."
     return (

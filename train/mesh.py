@@ -91,7 +91,7 @@ def partition_spec(axes, shape, mesh: Mesh, where: str) -> PartitionSpec:
     if len(axes) != len(shape):
         raise UserError(f"{where} has shape {tuple(shape)} but {len(axes)} axis names {axes}.")
     used: dict[str, str] = {}
-    entries = []
+    entries: list[str | tuple[str, ...] | None] = []
     for dimension, (name, size) in enumerate(zip(axes, shape)):
         if name is None:
             entries.append(None)

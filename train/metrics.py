@@ -91,7 +91,7 @@ def trim_log(path: Path, step: int, evaluated: bool) -> None:
     `evaluated`: whether the checkpoint of `step` holds its evaluation, which then is not repeated.
     """
     last = {"train": step - 1, "validation": step if evaluated else step - 1}
-    kept = [r for r in read_log(path) if r.get("step", 0) <= last.get(r.get("kind"), step)]
+    kept = [r for r in read_log(path) if r.get("step", 0) <= last.get(r.get("kind", ""), step)]
     partial = path.with_name(path.name + ".tmp")
     partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
     partial.replace(path)
@@ -141,7 +141,9 @@ class RunLog:
         self._primary = jax.process_index() == 0
         self._tokens = 0.0
         self._since: float | None = None
-        self._file = self._board = self._bar = None
+        self._file: Any = None
+        self._board: Any = None
+        self._bar: Any = None
         if not self._primary:
             return
         # These imports are slow, and only a run needs them.
@@ -177,7 +179,7 @@ class RunLog:
         last = step == self._steps - 1
         if step % self._config.every and not last and not values["non_finite"]:
             return
-        record = {"kind": "train", "step": step}
+        record: dict[str, Any] = {"kind": "train", "step": step}
         for name in ("loss", "z_loss", "grad_norm", "learning_rate"):
             record[name] = _finite(values[name])
         record["tokens"] = values["weight"]

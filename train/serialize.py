@@ -90,7 +90,7 @@ def flatten(data: Any, prefix: str = "") -> dict[str, Any]:
     """Nested JSON as {dotted name: value}; lists stay whole."""
     if not isinstance(data, dict):
         return {prefix: data}
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, item in data.items():
         flat |= flatten(item, f"{prefix}.{key}" if prefix else key)
     return flat

@@ -17,13 +17,15 @@ class StopRequest:
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+    name: str | None
+    """Name of the signal that came first, None so far."""
+
     def __init__(self):
-        self.signal: str | None = None
-        """Name of the signal that came first, None so far."""
-        self._previous: dict = {}
+        self.name = None
+        self._previous = {}
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.name is not None
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
@@ -35,6 +37,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number, _frame) -> None:
-        if number == signal.SIGINT and self.signal is not None:
+        if number == signal.SIGINT and self.name is not None:
             raise KeyboardInterrupt
-        self.signal = self.signal or ("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
+        self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else "SIGTERM")

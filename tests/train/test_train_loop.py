@@ -397,7 +397,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
 def test_a_second_ctrl_c_interrupts_at_once():
     with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop and stop.signal == "Ctrl-C"
+        assert stop and stop.name == "Ctrl-C"
         os.kill(os.getpid(), signal.SIGINT)
 
 
