@@ -10,8 +10,8 @@ import jax
 def match_varying(tree: Any) -> Any:
     """Marks every leaf as varying over all manual mesh axes that any of them varies over.
 
-    A scan wants that of its carry, and a custom VJP of its cotangents. Done before a custom VJP, the
-    cotangent of a replicated leaf is summed over the mesh by the transpose. Identity elsewhere.
+    A scan wants that of its carry, and a custom VJP of its cotangents. Done before a custom VJP,
+    the cotangent of a replicated leaf is summed over the mesh by the transpose. Identity elsewhere.
     """
     wanted = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(tree)))
 

@@ -30,7 +30,7 @@ def ttt_linear(
     checkpoint_every: int = 16,
     implementation: str | None = None,
 ) -> tuple[jax.Array, TTTLinearState]:
-    """A linear model per head, f(k) = k + LN(k w + b), learns k -> v token by token and is read by q.
+    """A linear model per head, f(k) = k + LN(k w + b), learns k -> v and is read by q.
 
     In mini-batches of b tokens, with g_j the gradient of 1/2 |f(k_j) - v_j|^2 at the mini-batch's
     start, its token i reads

@@ -25,7 +25,7 @@ def normalise_input_gradient(g, x_hat, sigma):
 
 
 def inner_gradient(k, v, w, b, ln_scale, ln_bias, eps):
-    """Gradient of 1/2 |k + LN(k w + b) - v|^2 with respect to z = k w + b.  (..., K) -> (..., K)."""
+    """Gradient of 1/2 |k + LN(k w + b) - v|^2 with respect to z = k w + b.  k, v (B, H, K)."""
     x_hat, sigma = normalise(jnp.einsum("bhk,bhkj->bhj", k, w) + b, eps)
     residual = k + ln_scale * x_hat + ln_bias - v
     return normalise_input_gradient(ln_scale * residual, x_hat, sigma)

@@ -22,7 +22,7 @@ class TTTLinearState(NamedTuple):
 
 
 def init_state(w0: jax.Array, b0: jax.Array, batch_size: int) -> TTTLinearState:
-    """The state before the first token. w0 (H, K, K), b0 (H, K); every sequence starts from them."""
+    """The state before the first token: w0 (H, K, K) and b0 (H, K) for every sequence."""
     w = jnp.broadcast_to(w0.astype(jnp.float32), (batch_size, *w0.shape))
     b = jnp.broadcast_to(b0.astype(jnp.float32), (batch_size, *b0.shape))
     return TTTLinearState(w=w, b=b, w_sum=jnp.zeros_like(w), b_sum=jnp.zeros_like(b))

@@ -228,7 +228,7 @@ def _one_token(q, k, v, lr, pos_scale, state, ln_scale, ln_bias, phase, valid, e
 
 
 def _continued(q, k, v, lr, pos_scale, state, ln_scale, ln_bias, phase, valid, eps):
-    """Any T: tokens are laid on the mini-batch grid of their own sequence, which may start anywhere.
+    """Any T: tokens are laid on the mini-batch grid of their own sequence, wherever it stands.
 
     Slots before a sequence's first and after its last valid token have learning rate 0.
     """

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import tiny, tokens
 from measure import max_abs
+from small_models import tiny, tokens
 
 import jaxmodels
 from jaxmodels.generate import prefill
@@ -119,7 +119,7 @@ def test_sampling():
     np.testing.assert_allclose(share(), [0.5, 0.3, 0.15, 0.05], atol=0.03)
     np.testing.assert_allclose(share(top_k=2), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(share(top_p=0.6), [0.625, 0.375, 0, 0], atol=0.03)
-    np.testing.assert_allclose(share(top_p=0.5), [1, 0, 0, 0])
+    np.testing.assert_allclose(share(top_p=0.45), [1, 0, 0, 0])
     hot = share(temperature=2.0)
     want = np.sqrt([0.5, 0.3, 0.15, 0.05])
     np.testing.assert_allclose(hot, want / want.sum(), atol=0.03)

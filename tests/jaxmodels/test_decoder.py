@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small_models import MIXERS, tiny, tokens
 from measure import max_abs, rms_rel
+from small_models import MIXERS, tiny, tokens
 
 import jaxmodels
 from jaxmodels import Attention, DecoderConfig, GeluMLP, LMHead, SwiGLU, TokenInputs, TTTLinear

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_models import MIXERS, tiny, tokens
 from measure import max_abs
+from small_models import MIXERS, tiny, tokens
 
 import jaxmodels
 

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""The TTT-Linear operation against the official inner loop and against its own reference."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from measure import max_abs, max_rel, rms_rel
+
+from pallas_kernels.ttt_linear import TTTLinearState, ttt_linear
+
+NAMES = ("q", "k", "v", "lr", "pos_scale", "w", "b", "ln_scale", "ln_bias")
+
+
+def run(q, k, v, lr, pos_scale, w, b, ln_scale, ln_bias, **options):
+    """The operation from a state without running sums."""
+    state = start({"w": w, "b": b})
+    return ttt_linear(q, k, v, lr, pos_scale, state, ln_scale, ln_bias, **options)
+
+
+def start(inputs):
+    """The inputs' own w and b per sequence, and no running sums."""
+    w, b = inputs["w"], inputs["b"]
+    return TTTLinearState(w=w, b=b, w_sum=jnp.zeros_like(w), b_sum=jnp.zeros_like(b))
+
+
+def arrays(B, H, T, K, size, dtype="float32", seed=0):
+    keys = jax.random.split(jax.random.key(seed), 9)
+    normal = lambda i, *shape: jax.random.normal(keys[i], shape)
+    return {
+        "q": normal(0, B, H, T, K).astype(dtype),
+        "k": normal(1, B, H, T, K).astype(dtype),
+        "v": normal(2, B, H, T, K).astype(dtype),
+        "lr": jax.nn.sigmoid(normal(3, B, H, T)) / K,
+        "pos_scale": 1 / jnp.arange(1, size + 1) + 0.05 * normal(4, size),
+        "w": 0.1 * normal(5, B, H, K, K),
+        "b": 0.1 * normal(6, B, H, K),
+        "ln_scale": 1 + 0.2 * normal(7, H, K),
+        "ln_bias": 0.2 * normal(8, H, K),
+    }
+
+
+# Official numbers.
+
+
+@pytest.fixture(scope="module", params=["d16", "d64"])
+def official(golden, request):
+    file = golden(f"ttt/pt_core_linear_{request.param}_b16")
+    tokens = lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:])  # (B, H, n, b, ...) -> tokens
+    inputs = {
+        "q": tokens(file["in/XQ"]),
+        "k": tokens(file["in/XK"]),
+        "v": tokens(file["in/XV"]),
+        "lr": tokens(file["in/ttt_lr_eta"]),
+        "pos_scale": file["in/token_eta"],
+        "w": file["in/W1"],
+        "b": file["in/b1"][:, :, 0],
+        "ln_scale": file["param/ttt_norm_weight"],
+        "ln_bias": file["param/ttt_norm_bias"],
+    }
+    return file, {name: jnp.asarray(inputs[name]) for name in NAMES}, tokens
+
+
+def heads_merged(x):
+    return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def heads_split(x, heads):
+    return jnp.moveaxis(x.reshape(*x.shape[:2], heads, -1), 2, 1)
+
+
+@pytest.mark.parametrize(
+    "implementation, checkpoint_every", [("xla", 1), ("xla", 3), ("xla", 16), ("reference", 1)]
+)
+def test_official_value_and_every_gradient(official, implementation, checkpoint_every):
+    file, inputs, tokens = official
+    options = dict(implementation=implementation, checkpoint_every=checkpoint_every)
+    (out, state), vjp = jax.vjp(jax.jit(functools.partial(run, **options)), *inputs.values())
+    assert max_abs(heads_merged(out), file["out/XQW"]) < 5e-6
+    assert max_abs(state.w, file["out/W1_last"]) < 2e-6
+    assert max_abs(state.b, file["out/b1_last"][:, :, 0]) < 2e-6
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    d_state = zeros._replace(w=file["in/dW1_last"], b=file["in/db1_last"][:, :, 0])
+    d_out = heads_split(file["in/dXQW"], out.shape[1])
+    got = dict(zip(NAMES, vjp((d_out, d_state))))
+
+    # The golden holds the gradient of the full matrix E[i, j] = t_i l_j.
+    d_eta = np.asarray(file["out/grad/eta"], np.float64)
+    want = {
+        "q": tokens(file["out/grad/XQ"]),
+        "k": tokens(file["out/grad/XK"]),
+        "v": tokens(file["out/grad/XV"]),
+        "lr": tokens(np.einsum("...ij,i->...j", d_eta, file["in/token_eta"])),
+        "pos_scale": np.einsum("bhnij,bhnj->i", d_eta, file["in/ttt_lr_eta"]),
+        "w": file["out/grad/W1"],
+        "b": file["out/grad/b1"][:, :, 0],
+        "ln_scale": file["out/grad/ttt_norm_weight"],
+        "ln_bias": file["out/grad/ttt_norm_bias"],
+    }
+    for name in NAMES:
+        assert max_rel(got[name], want[name]) < 2e-6, name
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_official_partial_mini_batch_and_its_continuation(official, implementation):
+    file, inputs, _ = official
+    length = json.loads(str(file["config"]))["partial_len"]
+    take = lambda a, b: [inputs[n][:, :, a:b] for n in ("q", "k", "v", "lr")]
+    norm = (inputs["ln_scale"], inputs["ln_bias"])
+    op = jax.jit(functools.partial(ttt_linear, implementation=implementation))
+    state = start(inputs)
+    out, state = op(*take(0, length), inputs["pos_scale"], state, *norm)
+    assert max_abs(heads_merged(out), file["out/partial/XQW"]) < 5e-6
+    assert max_abs(state.w_sum, file["out/partial/W1_grad"]) < 1e-5
+    assert max_abs(state.b_sum, file["out/partial/b1_grad"][:, :, 0]) < 1e-5
+    outputs = []
+    for t in range(length, 16):
+        phase = jnp.full(out.shape[:1], t, jnp.int32)
+        out, state = op(*take(t, t + 1), inputs["pos_scale"], state, *norm, phase=phase)
+        outputs.append(out)
+        if t == length:
+            assert max_abs(state.w_sum, file["out/partial_plus1/W1_grad"]) < 1e-5
+            assert max_abs(state.b_sum, file["out/partial_plus1/b1_grad"][:, :, 0]) < 1e-5
+    got = heads_merged(jnp.concatenate(outputs, 2))
+    assert max_abs(got, file["out/partial/continued_XQW"]) < 5e-6
+    assert max_abs(state.w, file["out/partial/continued_W1_states"]) < 2e-6
+    assert max_abs(state.b, file["out/partial/continued_b1_states"][:, :, 0]) < 2e-6
+
+
+# Against the reference.
+
+CASES = [  # B, H, T, K, mini-batch, checkpoint_every
+    (1, 1, 1, 8, 16, 4),
+    (2, 3, 5, 8, 8, 1),
+    (2, 2, 39, 8, 8, 2),
+    (1, 2, 130, 64, 16, 3),
+    (1, 1, 70, 96, 64, 16),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("B, H, T, K, size, every", CASES)
+def test_value_and_every_gradient_against_the_reference(B, H, T, K, size, every, dtype):
+    inputs = arrays(B, H, T, K, size, dtype)
+
+    def value_and_vjp(implementation):
+        options = dict(implementation=implementation, checkpoint_every=every)
+        out, vjp = jax.vjp(jax.jit(functools.partial(run, **options)), *inputs.values())
+        keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(out)))
+        leaves, tree = jax.tree.flatten(out)
+        cotangent = [jax.random.normal(k, x.shape).astype(x.dtype) for k, x in zip(keys, leaves)]
+        return out, vjp(jax.tree.unflatten(tree, cotangent))
+
+    got, got_grads = value_and_vjp("xla")
+    want, want_grads = value_and_vjp("reference")
+    # Both compute in float32; bfloat16 rounds inputs alike, outputs and gradients of q, k, v once.
+    tolerance = 5e-6 if dtype == "float32" else 4e-3
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert a.dtype == b.dtype
+        assert max_abs(a, b) <= tolerance * (1 + float(jnp.max(jnp.abs(b))))
+    for name, a, b in zip(NAMES, got_grads, want_grads):
+        assert a.dtype == b.dtype
+        assert rms_rel(a, b) < tolerance, name
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1))
+def test_random_chunkings_at_random_places_equal_one_pass(seed):
+    random = np.random.default_rng(seed)
+    B, H, T, K, size = 3, 2, 37, 8, 8
+    inputs = arrays(B, H, T, K, size)
+    want, end = run_jit(*inputs.values())
+    state = start(inputs)
+    at = np.zeros(B, int)
+    got = np.zeros(want.shape, np.float32)
+    while (at < T).any():
+        width = int(random.choice([1, 5, 13]))
+        counts = [min(int(random.integers(0, width + 1)), T - a) for a in at]
+        valid = np.arange(width) < np.array(counts)[:, None]
+        index = np.minimum(at[:, None] + np.arange(width), T - 1)
+        rows = np.arange(B)[:, None]
+        pieces = []
+        for name in ("q", "k", "v", "lr"):
+            piece = np.moveaxis(np.asarray(inputs[name]), 2, 1)[rows, index].copy()
+            piece[~valid] = np.nan  # what is not valid may hold anything
+            pieces.append(jnp.moveaxis(piece, 1, 2))
+        out, state = continued_jit(
+            *pieces,
+            inputs["pos_scale"],
+            state,
+            inputs["ln_scale"],
+            inputs["ln_bias"],
+            phase=jnp.asarray(at % size, jnp.int32),
+            valid=jnp.asarray(valid),
+        )
+        for row, count in enumerate(counts):
+            got[row, :, at[row] : at[row] + count] = out[row, :, :count]
+            at[row] += count
+    assert max_abs(got, want) < 1e-5
+    for a, b in zip(state, end):
+        assert max_abs(a, b) < 1e-5
+
+
+run_jit = jax.jit(run)
+continued_jit = jax.jit(ttt_linear)
+
+
+@pytest.mark.parametrize("T", [1, 11])
+def test_continued_path_equals_the_reference_with_gradients(T):
+    B, H, K, size = 3, 2, 8, 8
+    inputs = arrays(B, H, T, K, size)
+    sums = arrays(B, H, T, K, size, seed=5)
+    phase = jnp.array([0, 3, 7])
+    valid = jnp.arange(T) < jnp.array([T, T // 2, 0])[:, None]
+
+    def grads(implementation):
+        def score(inputs, w_sum, b_sum):
+            a = dict(inputs)
+            state = TTTLinearState(w=a.pop("w"), b=a.pop("b"), w_sum=w_sum, b_sum=b_sum)
+            args = [a[n] for n in ("q", "k", "v", "lr", "pos_scale")]
+            out, state = ttt_linear(
+                *args,
+                state,
+                a["ln_scale"],
+                a["ln_bias"],
+                phase=phase,
+                valid=valid,
+                implementation=implementation,
+            )
+            out = jnp.where(valid[:, None, :, None], out, 0)
+            parts = (out, *state)
+            return sum(jnp.sum(jnp.sin(x + i)) for i, x in enumerate(parts)), (out, state)
+
+        call = jax.jit(jax.value_and_grad(score, argnums=(0, 1, 2), has_aux=True))
+        return call(inputs, 0.1 * sums["w"], 0.1 * sums["b"])
+
+    for a, b in zip(jax.tree.leaves(grads("xla")), jax.tree.leaves(grads("reference"))):
+        assert max_abs(a, b) < 2e-5 * (1 + float(jnp.max(jnp.abs(b))))
+
+
+# Transformations and resources.
+
+
+def test_composes_with_vmap_scan_and_checkpoint():
+    inputs = arrays(2, 2, 20, 4, 8)
+    doubled = {name: jnp.stack([x, 1.1 * x]) for name, x in inputs.items()}
+    call = jax.checkpoint(lambda a: jnp.sum(jnp.sin(run(**a)[0])))
+    scanned = lambda a: jax.lax.scan(lambda total, x: (total + call(x), None), 0.0, a)[0]
+    vmapped = lambda a: jnp.sum(jax.vmap(call)(a))
+    plain = lambda a: sum(call({name: x[i] for name, x in a.items()}) for i in range(2))
+    want, want_grads = jax.jit(jax.value_and_grad(plain))(doubled)
+    for form in (scanned, vmapped):
+        value, grads = jax.jit(jax.value_and_grad(form))(doubled)
+        assert abs(float(value - want)) < 1e-3
+        for name in NAMES:
+            assert max_rel(grads[name], want_grads[name]) < 5e-6, name
+
+
+def test_inside_shard_map_over_batch_and_heads():
+    inputs = arrays(4, 4, 20, 8, 8)
+    score = lambda *a: jnp.sum(jnp.sin(run(*a)[0]))
+    want = jax.jit(jax.grad(score, argnums=tuple(range(9))))(*inputs.values())
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("data", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        devices=jax.devices()[:4],
+    )
+    split, heads = P("data", "tensor"), P("tensor")
+    specs = dict.fromkeys(NAMES, split) | {"pos_scale": P(), "ln_scale": heads, "ln_bias": heads}
+    local = jax.shard_map(
+        lambda *a: run(*a)[0], mesh=mesh, in_specs=tuple(specs.values()), out_specs=split
+    )
+    got = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(local(*a))), argnums=tuple(range(9))))(
+        *inputs.values()
+    )
+    for name, a, b in zip(NAMES, got, want):
+        assert max_rel(a, b) < 2e-6, name
+
+
+def test_backward_memory_follows_the_stored_states():
+    """Temporaries of a training step, from the compiler: 15 of 16 states are not stored."""
+    inputs = jax.eval_shape(lambda: arrays(1, 2, 16384, 32, 16))
+
+    def temporary(every):
+        loss = lambda *a: jnp.sum(run(*a, checkpoint_every=every)[0])
+        step = jax.jit(jax.grad(loss, argnums=tuple(range(9))))
+        args = [inputs[name] for name in NAMES]
+        return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    all_states = 16384 // 16 * 2 * 32 * 32 * 4
+    assert temporary(1) - temporary(16) > 0.7 * all_states
+
+
+def test_state_cost_does_not_depend_on_length():
+    short, long = (jax.eval_shape(run, *arrays(1, 2, T, 8, 8).values())[1] for T in (3, 300))
+    assert jax.tree.map(lambda x: x.shape, short) == jax.tree.map(lambda x: x.shape, long)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"k": jnp.zeros((2, 2, 6, 8))}, r"k has shape \(2, 2, 6, 8\), expected \(2, 2, 5, 8\)"),
+        ({"lr": jnp.zeros((2, 5, 2))}, "lr has shape"),
+        ({"w": jnp.zeros((2, 2, 8, 4))}, "state.w has shape"),
+        ({"ln_scale": jnp.zeros((8,))}, "ln_scale has shape"),
+        ({"pos_scale": jnp.zeros((4, 4))}, "pos_scale has shape"),
+        ({"q": jnp.zeros((2, 2, 5, 8), int)}, "q has dtype int32"),
+        ({"q": jnp.zeros((2, 5, 8))}, "q has shape"),
+    ],
+)
+def test_misfits_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(**(arrays(2, 2, 5, 8, 8) | changes))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"implementation": "cuda"}, r"one of \['reference', 'xla'\] or None"),
+        ({"checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"phase": jnp.zeros((3,), jnp.int32)}, "phase has shape"),
+        ({"phase": jnp.zeros((2,))}, "phase has dtype float32"),
+        ({"valid": jnp.ones((2, 5))}, "valid has dtype float32"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(**arrays(2, 2, 5, 8, 8), **options)
