@@ -255,7 +255,8 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
             summary,
             stop,
         )
-        say(summary_text(summary) if finished else _how_to_go_on(stop, step, directory))
+        if jax.process_index() == 0:  # the others have no whole summary
+            print(summary_text(summary) if finished else _how_to_go_on(stop, step, directory))
         return Result(step, finished, directory, summary)
 
 
