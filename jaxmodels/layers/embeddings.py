@@ -60,7 +60,9 @@ class TokenEmbedding(nnx.Module):
         self.embedding = weight(rngs, (config.vocab_size, d_model), ("vocab", "embed"), param_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        table = self.embedding[...].astype(jnp.dtype(self.dtype))
+        # Collect the width (split by fsdp) before the gather: else XLA replicates the activations
+        # instead.
+        table = constrain(self.embedding[...].astype(jnp.dtype(self.dtype)), "vocab", None)
         x = jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan)
         return constrain(x, "batch", "sequence", None)
 
