@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 import jaxmodels
 from train.checkpoint import (
@@ -405,10 +406,14 @@ def _compilation_cache(folder: str | None) -> Iterator[None]:
         return
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
+    # JAX decides once per process whether it has a cache; a compilation before this would be that
+    # once.
+    compilation_cache.reset_cache()
     try:
         yield
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
 
 
 def _how_to_go_on(stop: StopRequest, step: int, directory: Path) -> str:

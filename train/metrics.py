@@ -245,8 +245,9 @@ class RunLog:
             parts["compute"] = human(record["flops_per_second"], "FLOP/s")
         if "mfu" in record:
             parts["MFU"] = f"{record['mfu']:.1%}"
-        if self._bar is not None:
-            self._bar.set_postfix(parts, refresh=False)
+        if self._bar is not None:  # a bar has less room than a line
+            short = [f"loss {parts['loss']}", f"lr {parts['lr']}", parts.get("speed", "")]
+            self._bar.set_postfix_str("  ".join(short).strip(), refresh=False)
         elif self._primary:
             shown = "  ".join(f"{name} {value}" for name, value in parts.items())
             print(f"step {record['step']:>{len(str(self._steps))}}  {shown}", flush=True)
