@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -88,11 +89,6 @@ class Checkpoints:
     """
 
     def __init__(self, run_directory: str | Path, config: CheckpointConfig):
-        if config.keep_last < 1 or config.keep_best < 0:
-            raise UserError(
-                f"checkpoint.keep_last={config.keep_last} must be at least 1 and "
-                f"checkpoint.keep_best={config.keep_best} at least 0."
-            )
         self.directory = Path(run_directory).absolute() / FOLDER
         self.directory.mkdir(parents=True, exist_ok=True)
         self._policy = _LastAndBest(config)
@@ -157,6 +153,11 @@ class Checkpoints:
         restored = restore_items(folder, targets, self._earlier(step))
         training = restored.pop("training")
         return restored | training
+
+    def remove_partial(self) -> None:
+        """Removes what a program that was killed while saving has left."""
+        for folder in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _earlier(self, step: int) -> int | None:
         return max((other for other in self.steps() if other < step), default=None)

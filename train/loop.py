@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxmodels
+from jaxmodels.generate import check_sampling
 from train.checkpoint import (
     FOLDER,
     Checkpoints,
@@ -45,7 +46,7 @@ from train.metrics import (
 )
 from train.plot import plot_curves
 from train.serialize import to_json
-from train.step import Trainer, check_packing, make_eval_step, make_trainer
+from train.step import Trainer, check_traceable, make_eval_step, make_trainer
 from train.stop import StopRequest
 
 SUMMARY_FILE = "summary.json"
@@ -86,38 +87,43 @@ def train(experiment: Experiment, *, devices=None) -> Result:
       damaged or of another
         run, and for a loss that is not finite. Nothing existing is changed by the first three.
     """
+    _set_cpu_devices(experiment.cpu_devices)
     with StopRequest() as stop, _compilation_cache(experiment.compilation_cache):
         return _train(experiment, devices, stop)
 
 
 def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
     directory = Path(experiment.run_directory).absolute()
-    say = print if jax.process_index() == 0 else (lambda *_, **__: None)
+    primary = jax.process_index() == 0
+    say = print if primary else (lambda *_, **__: None)
+
+    # Whatever does not fit raises here, before any file is touched.
     model = build_model(experiment)
-    check_packing(experiment)
+    check_settings(experiment)
     mesh = make_mesh(experiment.mesh, devices)
     trainer = make_trainer(experiment, model, mesh)
-    eval_rows = experiment.evaluation.batch_size or experiment.batch_size
-    eval_step, eval_sharding = make_eval_step(
-        model, experiment.loss, mesh, eval_rows, experiment.sequence_length
-    )
+    check_traceable(experiment, model, mesh)
+    evaluator = _Evaluator(experiment, model, mesh, stop)
     if (done := _already_finished(experiment, directory, say)) is not None:
         return done
-
-    batch_shape = dict(batch_size=experiment.batch_size, sequence_length=experiment.sequence_length)
-    data = open_train(experiment.data, **batch_shape, seed=experiment.seed)
+    data = open_train(
+        experiment.data,
+        batch_size=experiment.batch_size,
+        sequence_length=experiment.sequence_length,
+        seed=experiment.seed,
+    )
     check_vocabulary(model, data.tokenizer)
-    validation = open_validation(experiment.data, **(batch_shape | {"batch_size": eval_rows}))
+    evaluator.open(experiment)
     if stop and jax.process_count() == 1:
         say(f"Stopped by {stop.name} before training began. Run the same command again.")
         return Result(0, False, directory, None)
 
-    checkpoints = Checkpoints(directory, experiment.checkpoint)
     with contextlib.ExitStack() as cleanup:
+        checkpoints = Checkpoints(directory, experiment.checkpoint)
         cleanup.callback(checkpoints.close)
-        start = _start(experiment, trainer, checkpoints, data.fingerprint, say)
-        first, state, evaluated = start
-        if jax.process_index() == 0:
+        first, state, evaluated = _start(experiment, trainer, checkpoints, data.fingerprint, say)
+        if primary:
+            checkpoints.remove_partial()
             trim_log(directory / LOG_FILE, first, evaluated is not None)
             (directory / CONFIG_FILE).write_text(json.dumps(to_json(experiment), indent=2) + "\n")
         flops_per_token = 3 * model.flops_per_token(experiment.sequence_length)
@@ -131,74 +137,40 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
             unit="bytes" if experiment.data.tokenizer == "bytes" else "tokens",
         )
         cleanup.callback(log.close)
-
-        rows = local_rows(
-            trainer.batch_sharding, (experiment.batch_size, experiment.sequence_length)
-        )
-        skips = 0
-
-        def finish_step(step: int, values: dict[str, float]) -> None:
-            nonlocal skips
-            skips = skips + 1 if values["non_finite"] else 0
-            log.step_done(step, values)
-            if skips and (experiment.non_finite == "stop" or skips >= MAX_SKIPS_IN_A_ROW):
-                raise _NonFinite(step, values, skips)
-            if skips:
-                log.message(f"step {step}: loss or gradient not finite, update skipped")
-
-        deferred = Deferred(finish_step)
-        eval_params = "params" if experiment.ema_decay is None else "ema"
-
-        def run_evaluation(step: int, batches: int | None) -> dict[str, float] | None:
-            with log.pause():
-                try:
-                    values = evaluate(
-                        eval_step,
-                        state[eval_params],
-                        validation,
-                        eval_sharding,
-                        rows=eval_rows,
-                        batches=batches,
-                        # Several processes must all read the same number of batches.
-                        should_stop=lambda: bool(stop) and jax.process_count() == 1,
-                    )
-                except EvaluationStopped:
-                    return None
-            log.validation(step, values)
-            return values
-
-        def save(step: int) -> None:
-            meta = make_meta(experiment, step, data.fingerprint, evaluated)
-            with log.pause():
-                checkpoints.save(step, state, meta)
-
-        best = checkpoints.best_loss
+        deferred = Deferred(_StepEnd(experiment, log))
         profiler = _Profiler(experiment, directory)
         cleanup.callback(profiler.close)
         clock = _SaveClock(experiment.checkpoint.every_minutes)
+        best = checkpoints.best_loss
+        rows = local_rows(
+            trainer.batch_sharding, (experiment.batch_size, experiment.sequence_length)
+        )
         batches = data.iterate(first, *rows)
-        if first < experiment.steps:
-            log.message("Compiling the train step ...")
         cleanup.callback(batches.close)
+
+        def save(step: int) -> None:
+            with log.pause():
+                meta = make_meta(experiment, step, data.fingerprint, evaluated)
+                checkpoints.save(step, state, meta)
+
         step = first
+        if step < experiment.steps:
+            log.message("Compiling the train step ...")
         try:
             while step < experiment.steps:
-                # Evaluate.
-                every = experiment.evaluation.every
-                if step > first:
-                    evaluated = None
-                new_best = False
-                if every and step and step % every == 0 and evaluated is None:
+                # Evaluate. The first step may find its evaluation in the checkpoint.
+                evaluated = evaluated if step == first else None
+                is_best = False
+                if _is_due(experiment.evaluation.every, step) and evaluated is None:
                     deferred.flush()
-                    evaluated = run_evaluation(step, experiment.evaluation.batches)
+                    evaluated = evaluator(state, step, log, experiment.evaluation.batches)
                     if evaluated is not None and evaluated["loss"] < best:
-                        best, new_best = evaluated["loss"], True
+                        best, is_best = evaluated["loss"], True
 
                 # Save.
                 stopping, time_to_save = _agree(step, first, bool(stop), clock.due())
-                save_every = experiment.checkpoint.every_steps
-                by_step = save_every is not None and step > first and step % save_every == 0
-                keep_best = new_best and experiment.checkpoint.keep_best > 0
+                by_step = step > first and _is_due(experiment.checkpoint.every_steps, step)
+                keep_best = is_best and experiment.checkpoint.keep_best > 0
                 if by_step or time_to_save or keep_best or stopping:
                     deferred.flush()
                     if step:
@@ -208,57 +180,117 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
                     break
 
                 # Next batch.
-                batch = to_global(
-                    next(batches), trainer.batch_sharding, experiment.batch_size, rows[0]
-                )
+                local = next(batches)
+                batch = to_global(local, trainer.batch_sharding, experiment.batch_size, rows[0])
 
                 # Step.
                 profiler.before(step)
                 state, metrics = trainer.step(state, batch)
                 profiler.after(step, metrics)
-                step += 1
 
                 # Log, one step late.
-                deferred(step - 1, metrics)
+                deferred(step, metrics)
+                step += 1
             deferred.flush()
         except _NonFinite as bad:
-            raise _non_finite_error(bad, experiment, directory, data, checkpoints) from None
+            raise _non_finite_error(bad, directory, data, checkpoints) from None
         profiler.close()
 
-        if step < experiment.steps:
-            checkpoints.wait()
-            log.close()
-            say(_how_to_go_on(stop, step, directory))
-            return Result(step, False, directory, None)
-
-        if step > first or evaluated is None or evaluated["tokens"] < validation.num_tokens:
-            evaluated = run_evaluation(step, None)
-        save(step)
+        if step == experiment.steps:
+            # The last evaluation reads all of the validation data.
+            if step > first or not evaluator.is_complete(evaluated):
+                evaluated = evaluator(state, step, log, None)
+            save(step)
         checkpoints.wait()
         log.close()
-        if evaluated is None:
+        summary = None
+        if step == experiment.steps and evaluated is not None:
+            params = evaluator.params(state)
+            summary = _finish(
+                experiment, model, params, data, evaluator.validation, evaluated, stop
+            )
+        if summary is None:
             say(_how_to_go_on(stop, step, directory))
-            return Result(step, False, directory, None)
-        summary = {
-            "step": step,
-            "validation": evaluated,
-            "checkpoint": str(directory / FOLDER / str(step)),
-            "tensorboard": str(directory / "tensorboard"),
-            "log": str(directory / LOG_FILE),
-        }
-        finished = _finish(
-            experiment,
-            model,
-            state[eval_params],
-            data,
-            validation,
-            directory,
-            summary,
-            stop,
+        elif primary:  # only the first process has all of it
+            print(summary_text(summary))
+        return Result(step, summary is not None, directory, summary)
+
+
+class _Evaluator:
+    """Evaluates the parameters of a state, or their moving average where the run keeps one."""
+
+    def __init__(self, experiment: Experiment, model, mesh, stop: StopRequest):
+        self.rows = experiment.evaluation.batch_size or experiment.batch_size
+        self._step, self._sharding = make_eval_step(
+            model, experiment.loss, mesh, self.rows, experiment.sequence_length
         )
-        if jax.process_index() == 0:  # the others have no whole summary
-            print(summary_text(summary) if finished else _how_to_go_on(stop, step, directory))
-        return Result(step, finished, directory, summary)
+        self._item = "params" if experiment.ema_decay is None else "ema"
+        self._stop = stop
+        self.validation: Any = None
+
+    def open(self, experiment: Experiment) -> None:
+        self.validation = open_validation(
+            experiment.data, batch_size=self.rows, sequence_length=experiment.sequence_length
+        )
+
+    def params(self, state) -> Any:
+        return state[self._item]
+
+    def is_complete(self, values: dict[str, float] | None) -> bool:
+        return values is not None and values["tokens"] == self.validation.num_tokens
+
+    def __call__(
+        self, state, step: int, log: RunLog, batches: int | None
+    ) -> dict[str, float] | None:
+        """The logged result, or None if a signal cut it short."""
+        with log.pause():
+            try:
+                values = evaluate(
+                    self._step,
+                    self.params(state),
+                    self.validation,
+                    self._sharding,
+                    rows=self.rows,
+                    batches=batches,
+                    # Several processes must all read the same number of batches.
+                    should_stop=lambda: bool(self._stop) and jax.process_count() == 1,
+                )
+            except EvaluationStopped:
+                return None
+        log.validation(step, values)
+        return values
+
+
+class _StepEnd:
+    """Takes the metrics of a finished step: logs them, and raises when they are not finite."""
+
+    def __init__(self, experiment: Experiment, log: RunLog):
+        self._stops, self._log, self._skips = experiment.non_finite == "stop", log, 0
+
+    def __call__(self, step: int, values: dict[str, float]) -> None:
+        self._skips = self._skips + 1 if values["non_finite"] else 0
+        self._log.step_done(step, values)
+        if self._skips and (self._stops or self._skips >= MAX_SKIPS_IN_A_ROW):
+            raise _NonFinite(step, values, self._skips)
+        if self._skips:
+            self._log.message(f"step {step}: loss or gradient not finite, update skipped")
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and every > 0 and step > 0 and step % every == 0
+
+
+def _set_cpu_devices(count: int | None) -> None:
+    """Makes `count` devices of the CPU; JAX allows that only before its first use."""
+    if count is None or jax.config.jax_num_cpu_devices == count:  # type: ignore[attr-defined]
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        raise UserError(
+            f"cpu_devices={count} comes too late: JAX is already running in this process. Start "
+            "a new process, or leave cpu_devices out."
+        ) from None
 
 
 def build_model(experiment: Experiment) -> jaxmodels.Model:
@@ -269,6 +301,38 @@ def build_model(experiment: Experiment) -> jaxmodels.Model:
         raise UserError(
             f"The model of experiment {experiment.name!r} is not possible: {error}"
         ) from None
+
+
+def check_settings(experiment: Experiment) -> None:
+    """UserError for settings that would only fail in the middle of a run."""
+    smallest = {
+        "log.every": (experiment.log.every, 1),
+        "evaluation.every": (experiment.evaluation.every, 0),
+        "evaluation.batches": (experiment.evaluation.batches, 1),
+        "evaluation.batch_size": (experiment.evaluation.batch_size, 1),
+        "checkpoint.every_steps": (experiment.checkpoint.every_steps, 1),
+        "checkpoint.keep_last": (experiment.checkpoint.keep_last, 1),
+        "checkpoint.keep_best": (experiment.checkpoint.keep_best, 0),
+        "profile.start": (experiment.profile.start, 0),
+        "profile.steps": (experiment.profile.steps, 1),
+        "loss.chunk": (experiment.loss.chunk, 1),
+        "sample.max_new_tokens": (experiment.sample.max_new_tokens, 1),
+    }
+    for name, (value, least) in smallest.items():
+        if value is not None and value < least:
+            raise UserError(f"{name}={value} must be at least {least}.")
+    sample = experiment.sample
+    try:
+        check_sampling(sample.temperature, sample.top_k, sample.top_p)
+    except ValueError as error:
+        raise UserError(f"sample.{error}.") from None
+    mixer = experiment.model.mixer
+    if experiment.data.packing == "documents" and not mixer.takes_segments:
+        raise UserError(
+            "data.packing=documents puts several documents into a row, which "
+            f"{type(mixer).__name__} cannot keep apart. Use --data.packing windows, or the "
+            "Attention mixer."
+        )
 
 
 def check_vocabulary(model, tokenizer) -> None:
@@ -290,6 +354,11 @@ def _start(experiment, trainer: Trainer, checkpoints: Checkpoints, data_fingerpr
     meta = checkpoints.meta(steps[-1])
     changed = check_resumable(meta, experiment, folder)
     check_same_data(meta, data_fingerprint, folder)
+    if meta["step"] > experiment.steps:
+        raise UserError(
+            f"{folder} has {meta['step']} steps already, more than steps={experiment.steps}. "
+            f"Use --steps {meta['step']} or more, or another --name for a new run."
+        )
     state = checkpoints.restore(steps[-1], trainer.shapes)
     say(f"Going on from {folder}.")
     for name, (old, new) in changed.items():
@@ -316,7 +385,7 @@ def _already_finished(experiment: Experiment, directory: Path, say) -> Result | 
     if summary["step"] != steps[-1]:
         return None
     say(
-        f"This run is finished: {directory} has {steps[-1]} of {experiment.steps} steps. "
+        f"This run is finished: {directory} has its {steps[-1]:,} steps. "
         "Raise --steps to train on, or choose another --name for a new run."
     )
     say(text)
@@ -426,7 +495,7 @@ def _how_to_go_on(stop: StopRequest, step: int, directory: Path) -> str:
     )
 
 
-def _non_finite_error(bad: _NonFinite, experiment, directory: Path, data, checkpoints) -> UserError:
+def _non_finite_error(bad: _NonFinite, directory: Path, data, checkpoints) -> UserError:
     """Saves the batch of a step whose loss was not finite, and the error that says so."""
     file = directory / f"non_finite_step_{bad.step}.npz"
     examples = data.describe(bad.step)
@@ -453,9 +522,19 @@ def _non_finite_error(bad: _NonFinite, experiment, directory: Path, data, checkp
     )
 
 
-def _finish(experiment, model, params, data, validation, directory: Path, summary, stop) -> bool:
-    """Yardsticks, picture, continuation; fills `summary`. False if a signal cut it short."""
-    byte_level = experiment.data.tokenizer == "bytes"
+def _finish(
+    experiment: Experiment, model, params, data, validation, evaluated, stop: StopRequest
+) -> dict[str, Any] | None:
+    """Yardsticks, picture, continuation: the summary. None if a signal cut it short."""
+    directory = Path(experiment.run_directory).absolute()
+    summary: dict[str, Any] = {
+        "step": experiment.steps,
+        "validation": evaluated,
+        "checkpoint": str(directory / FOLDER / str(experiment.steps)),
+        "tensorboard": str(directory / "tensorboard"),
+        "log": str(directory / LOG_FILE),
+        "curves": str(directory / CURVES_FILE),
+    }
     sample = experiment.sample
     if sample.prompt and jax.process_count() == 1:
         tokens = jaxmodels.generate(
@@ -474,25 +553,23 @@ def _finish(experiment, model, params, data, validation, directory: Path, summar
         summary["sample_note"] = (
             "A run of several processes does not generate; use `jaxmodels generate --checkpoint`."
         )
-    if stop or jax.process_index() != 0:
-        return not stop
-    scores = yardsticks(data, validation) if experiment.baselines else {}
-    summary["yardsticks"] = scores
+    if jax.process_index() != 0:
+        return summary
+    if not stop:
+        summary["yardsticks"] = yardsticks(data, validation) if experiment.baselines else {}
     if stop:
-        return False
-    curves = directory / CURVES_FILE
+        return None
     plot_curves(
         read_log(directory / LOG_FILE),
-        curves,
+        directory / CURVES_FILE,
         title=f"{experiment.name}: {model.num_params:,} parameters",
-        bits_per_byte=byte_level,
-        yardsticks=scores,
+        bits_per_byte=experiment.data.tokenizer == "bytes",
+        yardsticks=summary["yardsticks"],
     )
-    summary["curves"] = str(curves)
     partial = directory / (SUMMARY_FILE + ".tmp")
     partial.write_text(json.dumps(summary, indent=2) + "\n")
     partial.replace(directory / SUMMARY_FILE)
-    return True
+    return summary
 
 
 def yardsticks(data, validation) -> dict[str, float]:

@@ -142,6 +142,25 @@ def param_shardings(model, mesh: Mesh):
     )
 
 
+def check_axes_used(model, mesh: Mesh) -> None:
+    """UserError if the mesh splits by something the model does not have, e.g. experts.
+
+    The devices along such an axis would all do the same work.
+    """
+    names = {n for axes in jax.tree.leaves(model.param_axes, is_leaf=_is_axes) for n in axes}
+    used = {RULES[name] for name in names if name is not None}
+    for axis in ("tensor", "expert"):
+        if mesh.shape[axis] > 1 and axis not in used:
+            raise UserError(
+                f"mesh.{axis}={mesh.shape[axis]}, but no parameter of this model is split along "
+                f"{axis!r}: those devices would repeat each other's work. Use --mesh.{axis} 1."
+            )
+
+
+def _is_axes(x) -> bool:
+    return isinstance(x, tuple)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of scalars and tables that every device holds."""
     return NamedSharding(mesh, PartitionSpec())

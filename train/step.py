@@ -24,7 +24,7 @@ from jaxmodels.losses import chunked_cross_entropy
 from jaxmodels.sharding import use_rules
 from train.errors import UserError
 from train.experiment import Experiment, LossConfig
-from train.mesh import RULES, batch_sharding, param_shardings, replicated
+from train.mesh import RULES, batch_sharding, check_axes_used, param_shardings, replicated
 from train.optim import (
     build_optimizer,
     learning_rate_schedule,
@@ -159,6 +159,7 @@ def make_trainer(experiment: Experiment, model, mesh: Mesh) -> Trainer:
     schedule = learning_rate_schedule(experiment.optimizer, experiment.steps)
     decay = experiment.ema_decay
     shapes, shardings = state_shapes_and_shardings(model, optimizer, mesh, ema=decay is not None)
+    check_axes_used(model, mesh)
     rows, k = experiment.batch_size, experiment.accumulation_steps
     if k > 1:
         what = f"batch_size={rows} with accumulation_steps={k}"
@@ -253,12 +254,25 @@ def _in_mesh(jitted, mesh: Mesh):
     return call
 
 
-def check_packing(experiment: Experiment) -> None:
-    """UserError when documents are packed into rows for a mixer that cannot keep them apart."""
-    mixer = experiment.model.mixer
-    if experiment.data.packing == "documents" and not mixer.takes_segments:
-        raise UserError(
-            "data.packing=documents puts several documents into a row, which "
-            f"{type(mixer).__name__} cannot keep apart. Use --data.packing windows, or the "
-            "Attention mixer."
-        )
+def check_traceable(experiment: Experiment, model, mesh: Mesh) -> None:
+    """UserError if the model refuses the batches of an experiment. Traces the loss; compiles
+    nothing.
+
+    Raised with the model's own words, e.g. for an implementation that this device cannot run.
+    """
+    shape = experiment.batch_size // experiment.accumulation_steps, experiment.sequence_length
+    integers = jax.ShapeDtypeStruct(shape, jnp.int32)
+    names = ["tokens", "targets"]
+    if experiment.data.packing == "documents":
+        names += ["segment_ids", "positions"]
+    batch = {name: integers for name in names}
+    batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    try:
+        with jax.set_mesh(mesh), use_rules(RULES):
+            jax.eval_shape(
+                lambda params, batch: loss_sums(model, experiment.loss, params, batch),
+                model.param_shapes,
+                batch,
+            )
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(f"The model cannot read such batches: {error}") from error

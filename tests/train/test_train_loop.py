@@ -217,6 +217,7 @@ def test_another_mesh_goes_on_within_rounding(copied, tmp_path):
         (dict(data={"train": ("nowhere.tokens",)}), "nowhere.tokens"),
         (dict(optimizer={"warmup_steps": 99}), "warmup_steps=99"),
         (dict(evaluation={"batch_size": 3}, mesh={"fsdp": 2}), "devices"),
+        (dict(log={"every": 0}), "log.every=0"),
     ],
 )
 def test_a_run_that_does_not_fit_changes_nothing(copied, changes, named):
@@ -228,6 +229,14 @@ def test_a_run_that_does_not_fit_changes_nothing(copied, changes, named):
     before = contents(copied.directory)
     with pytest.raises(UserError, match=named):
         run(config)
+    assert contents(copied.directory) == before
+
+
+def test_fewer_steps_than_there_are(copied):
+    os.remove(Path(copied.directory) / "summary.json")  # as if it had not got to its end
+    before = contents(copied.directory)
+    with pytest.raises(UserError, match="has 12 steps already, more than steps=11"):
+        run(dataclasses.replace(copied, steps=11))
     assert contents(copied.directory) == before
 
 
@@ -401,6 +410,14 @@ def test_a_second_ctrl_c_interrupts_at_once():
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_what_a_killed_save_left_is_ignored_and_removed(copied):
+    partial = Path(copied.directory) / "checkpoints" / "13.orbax-checkpoint-tmp"
+    (partial / "params").mkdir(parents=True)
+    result = run(dataclasses.replace(copied, steps=14))
+    assert result.finished and not partial.exists()
+    assert load(copied.directory).step == 14
+
+
 def test_the_best_evaluation_is_saved_even_between_checkpoints(workshop, tmp_path):
     config = experiment(
         workshop,
@@ -446,6 +463,24 @@ def test_packed_documents_and_a_moving_average_train(workshop, tmp_path):
     ema = load(config.directory)
     got = ema.params["inputs"]["embedding"]
     assert np.isfinite(np.asarray(got)).all()
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        (dict(log={"every": 0}), "log.every=0 must be at least 1"),
+        (dict(evaluation={"batches": 0}), "evaluation.batches=0"),
+        (dict(checkpoint={"every_steps": 0}), "checkpoint.every_steps=0"),
+        (dict(checkpoint={"keep_last": 0}), "checkpoint.keep_last=0"),
+        (dict(loss={"chunk": 0}), "loss.chunk=0"),
+        (dict(sample={"top_p": 1.5}), "sample.top_p=1.5"),
+        (dict(mixer="ttt", data={"packing": "documents"}), "TTTLinear cannot keep apart"),
+    ],
+)
+def test_settings_that_would_fail_late_fail_at_once(tmp_path, changes, named):
+    with pytest.raises(UserError, match=named):
+        run(tiny_experiment(**changes, directory=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_vocabulary_that_is_too_small_is_named(workshop, tmp_path):

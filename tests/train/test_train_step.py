@@ -17,7 +17,7 @@ from train.errors import UserError
 from train.experiment import LossConfig, MeshConfig, OptimizerConfig
 from train.mesh import RULES, make_mesh, param_shardings, to_global
 from train.optim import updates_done
-from train.step import check_packing, ema_rate, gradients, make_eval_step, make_trainer
+from train.step import check_traceable, ema_rate, gradients, make_eval_step, make_trainer
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 
@@ -201,7 +201,18 @@ def test_micro_batches_that_do_not_divide_over_the_mesh():
         make_trainer(experiment, jaxmodels.build(experiment.model), make_mesh(CUBE))
 
 
-def test_packed_documents_need_a_mixer_that_keeps_them_apart():
-    check_packing(tiny_experiment("attention", data={"packing": "documents"}))
-    with pytest.raises(UserError, match="TTTLinear cannot keep apart"):
-        check_packing(tiny_experiment("ttt", data={"packing": "documents"}))
+def test_what_the_model_refuses_is_told_in_its_words():
+    mixer = jaxmodels.TTTLinear(num_heads=2, implementation="abacus")
+    experiment = tiny_experiment(mixer)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with pytest.raises(UserError, match=r"cannot read such batches.*'abacus'"):
+        check_traceable(experiment, jaxmodels.build(experiment.model), mesh)
+    fine = tiny_experiment("attention", data={"packing": "documents"})
+    check_traceable(fine, jaxmodels.build(fine.model), mesh)
+
+
+def test_a_mesh_axis_that_the_model_cannot_use_is_an_error():
+    config = MeshConfig(expert=2)
+    experiment = tiny_experiment(mesh=config)
+    with pytest.raises(UserError, match=r"mesh.expert=2.*--mesh.expert 1"):
+        make_trainer(experiment, jaxmodels.build(experiment.model), make_mesh(config))
