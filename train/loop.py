@@ -102,10 +102,10 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
     check_settings(experiment)
     mesh = make_mesh(experiment.mesh, devices)
     trainer = make_trainer(experiment, model, mesh)
-    check_traceable(experiment, model, mesh)
     evaluator = _Evaluator(experiment, model, mesh, stop)
     if (done := _already_finished(experiment, directory, say)) is not None:
         return done
+    check_traceable(experiment, model, mesh)
     data = open_train(
         experiment.data,
         batch_size=experiment.batch_size,
