@@ -70,9 +70,12 @@ def ttt_linear(
         raise ValueError(
             f"implementation={implementation!r}: one of {sorted(IMPLEMENTATIONS)} or None"
         )
-    arrays = (q, k, v, lr, pos_scale, state, ln_scale, ln_bias)
-    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
-    arrays, phase, valid = match_varying((arrays, phase, valid))
+    # q, k and v stay as they are: the backward pass keeps them, and bfloat16 takes half the room.
+    tokens = tuple(jnp.asarray(x) for x in (q, k, v))
+    rest = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.float32), (lr, pos_scale, state, ln_scale, ln_bias)
+    )
+    arrays, phase, valid = match_varying((tokens + rest, phase, valid))
     out, state = IMPLEMENTATIONS[name](
         *arrays, phase=phase, valid=valid, eps=eps, checkpoint_every=checkpoint_every
     )

@@ -37,6 +37,7 @@ def ttt_linear_reference(
     """See `api.ttt_linear`. `checkpoint_every` is not needed here."""
     del checkpoint_every
     B, _, T, _ = q.shape
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     size = pos_scale.shape[0]
     phase = jnp.zeros((B,), jnp.int32) if phase is None else phase
     valid = jnp.ones((B, T), bool) if valid is None else valid
