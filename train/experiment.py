@@ -39,7 +39,8 @@ class OptimizerConfig:
     """Optimizer, its learning-rate schedule and gradient clipping."""
 
     name: Literal["adamw", "muon", "lion", "adafactor", "sgd"] = "adamw"
-    """The optax optimizer. `muon` uses AdamW for everything that is not a matrix."""
+    """The optax optimizer. `muon` uses Adam for the embedding, the output matrix and whatever is
+    not a matrix; `adafactor` does not scale its updates by the parameters."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -115,7 +116,8 @@ class CheckpointConfig:
     keep_last: int = 2
     """Most recent checkpoints to keep."""
     keep_best: int = 1
-    """Checkpoints of lowest validation loss to keep besides."""
+    """Checkpoints of lowest validation loss to keep besides. Unless 0, every evaluation better than
+    all before it is saved."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,12 +185,17 @@ class Experiment:
     seed: int = 0
     """Seeds the parameters and the order of the data."""
     ema_decay: float | None = None
-    """Keep an exponential moving average of the parameters with this decay; evaluation uses it."""
+    """Keep an exponential moving average of the parameters with this decay (less in the first
+    steps, so that the random start is forgotten); evaluation and generation use it."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """On a loss or gradient that is not finite: `stop` with the batch saved, or `skip` that
-    update."""
+    """On a loss or gradient that is not finite: `stop` with the batch saved, or `skip` that update
+    and go on, up to 24 times in a row."""
     directory: str | None = None
     """The run's folder; None means runs/NAME."""
+    cpu_devices: int | None = None
+    """Without an accelerator: how many devices to make of this machine's CPU. Two cores run a small
+    model faster as two devices that share the rows than as one device with two threads. None leaves
+    one. Without effect where there is an accelerator."""
     compilation_cache: str | None = None
     """Folder of the persistent compilation cache; None turns it off."""
     baselines: bool = False
@@ -196,9 +203,16 @@ class Experiment:
     same validation bytes (byte-level tokenizer only)."""
 
     def __post_init__(self):
-        for field in ("steps", "batch_size", "sequence_length", "accumulation_steps"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        for field in (
+            "steps",
+            "batch_size",
+            "sequence_length",
+            "accumulation_steps",
+            "cpu_devices",
+        ):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field}={value} must be at least 1")
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of "
