@@ -84,8 +84,8 @@ def train(experiment: Experiment, *, devices=None) -> Result:
 
     Raises:
       UserError: for a config that does not fit the devices or the data, for a checkpoint that is
-      damaged or of another
-        run, and for a loss that is not finite. Nothing existing is changed by the first three.
+        damaged or of another run (all these before any file is changed), and for a loss that is
+        not finite.
     """
     _set_cpu_devices(experiment.cpu_devices)
     with StopRequest() as stop, _compilation_cache(experiment.compilation_cache):
@@ -287,6 +287,8 @@ def _set_cpu_devices(count: int | None) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
+        if jax.default_backend() != "cpu" or jax.local_device_count() == count:
+            return
         raise UserError(
             f"cpu_devices={count} comes too late: JAX is already running in this process. Start "
             "a new process, or leave cpu_devices out."
