@@ -129,11 +129,9 @@ def _did_you_mean(word: str, known) -> str:
 
 def config_names() -> list[str]:
     """Names of the configs that are installed with the package."""
-    import configs
-
-    return sorted(
-        m.name for m in pkgutil.iter_modules(configs.__path__) if not m.name.startswith("_")
-    )
+    # By name: the application does not depend on the configs that users write for it.
+    folder = importlib.import_module("configs").__path__
+    return sorted(m.name for m in pkgutil.iter_modules(folder) if not m.name.startswith("_"))
 
 
 def load_experiment(name: str) -> Any:
