@@ -7,7 +7,6 @@ mesh.
     2 * bytes)
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +39,7 @@ def evaluate(
       validation: from `train.data.open_validation`; its last batch is padded with weight 0.
       sharding: of the batch, from `make_eval_step`.
       rows: rows per batch.
-      batches: how many batches to read; None reads all.
+      batches: how many batches to read, spread over the data; None reads all.
       should_stop: asked between batches; once it is true EvaluationStopped is raised.
 
     Returns:
@@ -56,7 +55,7 @@ def evaluate(
             nll += float(batch_nll)  # summed in float64
             weight += float(batch_weight)
 
-    for batch in itertools.islice(iter(validation), batches):
+    for batch in validation.spread(len(validation) if batches is None else batches):
         if should_stop():
             raise EvaluationStopped
         pending.append(eval_step(params, to_global(batch, sharding, rows)))

@@ -99,8 +99,8 @@ class EvaluationConfig:
     every: int = 250
     """Steps between evaluations; 0 evaluates only at the end."""
     batches: int | None = None
-    """Batches of validation data per evaluation during training; None means all of it. The final
-    evaluation always reads all of it."""
+    """Batches of validation data per evaluation during training, spread evenly over the data; None
+    means all of it. The final evaluation always reads all of it."""
     batch_size: int | None = None
     """Rows per evaluation batch; None means the training batch size."""
 

@@ -55,7 +55,7 @@ def plot_curves(
         label = f"training, mean of {window} logged"
         axes.plot(steps, smooth, color="#486581", linewidth=1.6, label=label, zorder=3)
     if len(validation):
-        label = f"validation (last {validation[-1, 1]:.3f})"
+        label = f"validation (at the end {validation[-1, 1]:.3f})"
         axes.plot(
             *validation.T,
             color=VALIDATION,

@@ -259,8 +259,8 @@ class Wrapped:
     def __getattr__(self, name):
         return self._parts.get(name) or getattr(self._data, name)
 
-    def __iter__(self):
-        return self._parts["iter"]() if "iter" in self._parts else iter(self._data)
+    def __len__(self):
+        return len(self._data)
 
 
 @pytest.fixture
@@ -348,13 +348,13 @@ def signalled(monkeypatch, where, number):
     def opened_validation(*args, **kwargs):
         data = open_validation(*args, **kwargs)
 
-        def batches():
-            for i, batch in enumerate(data):
+        def spread(count):
+            for i, batch in enumerate(data.spread(count)):
                 if where == "evaluating" and i == 1:
                     send()
                 yield batch
 
-        return Wrapped(data, iter=batches)
+        return Wrapped(data, spread=spread)
 
     def compiling(*args, **kwargs):
         built = train.step.make_trainer(*args, **kwargs)

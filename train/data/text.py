@@ -134,10 +134,22 @@ class ValidationData:
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from the start; the last is filled up with rows of weight 0."""
+        return self.spread(len(self))
+
+    def spread(self, count: int) -> Iterator[Batch]:
+        """`count` batches (at most all) taken evenly over the whole data, in order.
+
+        The first few batches alone would be a few documents and say little about the rest.
+        """
         every = ((rows, i) for rows in self.rows for i in range(len(rows)))
-        while chosen := list(itertools.islice(every, self.batch_size)):
-            padding = [None] * (self.batch_size - len(chosen))
-            yield read_batch([*chosen, *padding], self.sequence_length, self.packing)
+        total = len(self)
+        count = min(count, total)
+        wanted = {k * total // count for k in range(count)}
+        for number in range(total):
+            chosen = list(itertools.islice(every, self.batch_size))
+            if number in wanted:
+                padding = [None] * (self.batch_size - len(chosen))
+                yield read_batch([*chosen, *padding], self.sequence_length, self.packing)
 
     @property
     def fill_rate(self) -> float:

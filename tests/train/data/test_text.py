@@ -46,6 +46,18 @@ def assert_same(a, b):
         np.testing.assert_array_equal(a[name], b[name])
 
 
+def test_a_part_of_validation_is_spread_over_the_whole(config):
+    """A short evaluation sees all of the text, not its first document."""
+    data = open_validation(config, batch_size=2, sequence_length=16)
+    every = list(data)
+    assert len(every) == len(data) >= 12
+    some = list(data.spread(4))
+    assert len(some) == 4
+    for k, batch in enumerate(some):
+        assert_same(batch, every[k * len(every) // 4])
+    assert len(list(data.spread(10**6))) == len(every)
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("weights", [None, (0.7, 0.3)])
 def test_a_batch_depends_on_seed_and_step_alone(config, packing, weights):
