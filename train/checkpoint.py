@@ -7,19 +7,19 @@ A checkpoint is the folder `RUN/checkpoints/STEP` with the items
     params      the parameters             ema         their moving average, if the run keeps one
     training    optimizer state and step   meta        JSON: config, seed, fingerprints, versions
 
-and `files.json`, the sizes of its files, by which a truncated copy is found out before it is read.
+and `files.json`, the sizes and check sums of its files, by which a truncated copy is found out
+before it is read.
 """
 
 import contextlib
 import dataclasses
-import gc
 import importlib.metadata
 import json
 import math
 import platform
 import shutil
-import sys
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from train.serialize import differences, fingerprint, from_json, to_json
 
 FOLDER = "checkpoints"
 MANIFEST = "files.json"
+SUM_BYTES = 2**30
 FORMAT = 1
 
 # Fields of a model config that say how it is computed, not what: a run may go on with others.
@@ -181,39 +182,59 @@ class Checkpoints:
                 continue
             # An old checkpoint may be removed under our hands.
             with contextlib.suppress(FileNotFoundError):
-                sizes = {
-                    str(file.relative_to(folder)): file.stat().st_size
+                files = {
+                    file.relative_to(folder).as_posix(): list(_size_and_sum(file))
                     for file in sorted(folder.rglob("*"))
                     if file.is_file()
                 }
                 partial = folder / (MANIFEST + ".tmp")
-                partial.write_text(json.dumps(sizes))
+                partial.write_text(json.dumps(files))
                 partial.rename(manifest)
 
 
-def check_complete(folder: Path, earlier: int | None = None) -> None:
-    """UserError if a file of the checkpoint is missing or has another size than it was written
-    with."""
+def _size_and_sum(file: Path, sums: bool = True) -> tuple[int, int | None]:
+    """Bytes and CRC-32 of a file; no sum beyond `SUM_BYTES`, where it would cost too much time."""
+    size, total = file.stat().st_size, 0
+    if size > SUM_BYTES or not sums:
+        return size, None
+    with file.open("rb") as stream:
+        while block := stream.read(2**22):
+            total = zlib.crc32(block, total)
+    return size, total
+
+
+def check_complete(folder: Path, items: Iterable[str], earlier: int | None = None) -> None:
+    """UserError if a file of these items of a checkpoint is missing or is not what was written.
+
+    Done before orbax reads, because orbax reads in parallel and prints one trace per broken file.
+    Many processes do not all read everything only to add it up: they compare sizes.
+    """
     manifest = folder / MANIFEST
     if not folder.is_dir():
         raise UserError(f"There is no checkpoint {folder}.")
     if not manifest.exists():  # killed between the last file and the manifest: orbax will judge
         return
     try:
-        sizes = json.loads(manifest.read_text())
-    except ValueError:
-        raise _damaged(folder, earlier, f"{MANIFEST} is not JSON") from None
-    for name, size in sizes.items():
-        file = folder / name
-        found = file.stat().st_size if file.exists() else None
-        if found != size:
-            how = "is missing" if found is None else f"has {found} bytes instead of {size}"
+        files = {name: tuple(entry) for name, entry in json.loads(manifest.read_text()).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise _damaged(folder, earlier, f"{MANIFEST} cannot be read") from None
+    sums = jax.process_count() == 1
+    for name, written in files.items():
+        if name.split("/")[0] not in items:
+            continue
+        if not (folder / name).exists():
+            raise _damaged(folder, earlier, f"{name} is missing")
+        found = _size_and_sum(folder / name, sums)
+        if found[0] != written[0]:
+            how = f"has {found[0]} bytes instead of {written[0]}"
             raise _damaged(folder, earlier, f"{name} {how}")
+        if sums and found != written:
+            raise _damaged(folder, earlier, f"the contents of {name} changed")
 
 
 def read_meta(folder: Path, earlier: int | None = None) -> dict[str, Any]:
     """The JSON of a checkpoint folder, without touching its arrays."""
-    check_complete(folder, earlier)
+    check_complete(folder, ["meta"], earlier)
     try:
         meta = json.loads((folder / "meta" / "metadata").read_text())
         written = meta["format"]
@@ -230,7 +251,7 @@ def read_meta(folder: Path, earlier: int | None = None) -> dict[str, Any]:
 def restore_items(folder: Path, targets: dict[str, Any], earlier: int | None = None) -> dict:
     """Restores some items of a checkpoint into abstract targets (jax.ShapeDtypeStruct with
     sharding)."""
-    check_complete(folder, earlier)
+    check_complete(folder, targets, earlier)
     items = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
     checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
     restored = _read(
@@ -260,13 +281,6 @@ def _read(what: Callable[[], Any], folder: Path, earlier: int | None) -> Any:
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-    # Reads that were still under way complain on stderr when they are collected: do that now,
-    # quietly.
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        gc.collect()
-    finally:
-        sys.unraisablehook = hook
     raise _damaged(folder, earlier, reason)
 
 
