@@ -53,9 +53,12 @@ def ttt_linear(
       valid: (B, T) bool, a prefix of each row. Tokens outside it, NaN included, change no state;
         their outputs mean nothing.
       eps: added to the variance of the inner norm.
-      checkpoint_every: mini-batches between the states that the backward pass finds stored; it
-        recomputes the others. Memory per sequence and head: T / (b checkpoint_every) + about
-        3 checkpoint_every states of K^2 floats. Without phase and valid only.
+      checkpoint_every: mini-batches between the states that the forward pass stores for the
+        backward pass, which recomputes the others. Saved per sequence and head: q, k, v and lr as
+        given, and ceil(T / (b checkpoint_every)) states of 4 (K^2 + K) bytes; the backward pass
+        itself needs room for checkpoint_every more. FLOPs per token, head: forward 6 K^2 + 4 b K,
+        backward 20 K^2 + 12 b K with the recomputation. Does nothing where phase or valid is given:
+        JAX differentiates that path.
       implementation: "xla", "reference", or None for the best that the device runs.
 
     Returns:
@@ -106,7 +109,10 @@ def _check(q, k, v, lr, pos_scale, state, ln_scale, ln_bias, phase, valid, check
             )
     if pos_scale.ndim != 1 or pos_scale.size == 0:
         raise ValueError(f"pos_scale has shape {pos_scale.shape}, expected (b,) with b at least 1")
-    for name, array in {"q": q, "k": k, "v": v, "lr": lr}.items():
+    floats = {"q": q, "k": k, "v": v, "lr": lr, "pos_scale": pos_scale}
+    floats |= {"ln_scale": ln_scale, "ln_bias": ln_bias}
+    floats |= {f"state.{name}": x for name, x in state._asdict().items()}
+    for name, array in floats.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {array.dtype}, expected a float dtype")
     if phase is not None and not jnp.issubdtype(phase.dtype, jnp.integer):

@@ -379,6 +379,8 @@ def test_state_cost_does_not_depend_on_length():
         ({"ln_scale": jnp.zeros((8,))}, "ln_scale has shape"),
         ({"pos_scale": jnp.zeros((4, 4))}, "pos_scale has shape"),
         ({"q": jnp.zeros((2, 2, 5, 8), int)}, "q has dtype int32"),
+        ({"ln_bias": jnp.zeros((2, 8), int)}, "ln_bias has dtype int32"),
+        ({"w": jnp.zeros((2, 2, 8, 8), int)}, "state.w has dtype int32"),
         ({"q": jnp.zeros((2, 5, 8))}, "q has shape"),
     ],
 )
