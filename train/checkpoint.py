@@ -336,8 +336,7 @@ def check_same_data(meta: dict, data_fingerprint: str, folder: Path) -> None:
             f"Checkpoint {folder} was trained on other data (fingerprint "
             f"{meta['data_fingerprint'][:12]}, now {data_fingerprint[:12]}): the sources, the "
             "tokenizer or the packing are different. Nothing was changed. Restore the data, or "
-            "start "
-            "another run with another --name or --directory."
+            "start another run with another --name or --directory."
         )
 
 

@@ -519,8 +519,7 @@ def _non_finite_error(bad: _NonFinite, directory: Path, data, checkpoints) -> Us
     )
     return UserError(
         f"Step {bad.step} is not finite ({what}); its update was not applied. The batch is saved "
-        "in "
-        f"{file} (examples {shown}); {where}. {remedy}."
+        f"in {file} (examples {shown}); {where}. {remedy}."
     )
 
 

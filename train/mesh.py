@@ -181,8 +181,7 @@ def batch_sharding(mesh: Mesh, rows: int, sequence_length: int, what: str) -> Na
         raise UserError(
             f"{what} gives {rows} rows, which the mesh axes data x fsdp of size {parts} do not "
             f"divide. Use a multiple of {parts} rows (e.g. {-(-rows // parts) * parts}), or a "
-            "smaller "
-            "--mesh.data or --mesh.fsdp."
+            "smaller --mesh.data or --mesh.fsdp."
         )
     if sequence_length % mesh.shape["sequence"]:
         raise UserError(

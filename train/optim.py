@@ -46,8 +46,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         if not 0 < config.wsd_decay_fraction <= 1:
             raise UserError(
                 f"optimizer.wsd_decay_fraction={config.wsd_decay_fraction} must lie in (0, 1]: it "
-                "is "
-                "the share of all steps spent decaying."
+                "is the share of all steps spent decaying."
             )
         decay = min(max(round(config.wsd_decay_fraction * steps), 1), steps - warmup)
         if steps - decay > warmup:

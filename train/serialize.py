@@ -33,8 +33,7 @@ def to_json(value: Any) -> Any:
         return {"type": f"{cls.__module__}.{cls.__qualname__}"} | fields
     raise UserError(
         f"A config holds {value!r} of type {type(value).__name__}; config files know None, bool, "
-        "int, "
-        "float, str, tuples and config dataclasses."
+        "int, float, str, tuples and config dataclasses."
     )
 
 
@@ -72,8 +71,7 @@ def _find_class(name: Any, where: str) -> type:
     if module.split(".")[0] not in PACKAGES:
         raise UserError(
             f"{where}: the type {name!r} is not in {', '.join(PACKAGES)}; only our own config "
-            "types "
-            "can be read back from a file."
+            "types can be read back from a file."
         )
     try:
         cls = getattr(importlib.import_module(module), cls_name)
