@@ -32,19 +32,21 @@ def start(inputs):
 
 
 def arrays(B, H, T, K, size, dtype="float32", seed=0):
-    keys = jax.random.split(jax.random.key(seed), 9)
-    normal = lambda i, *shape: jax.random.normal(keys[i], shape)
-    return {
-        "q": normal(0, B, H, T, K).astype(dtype),
-        "k": normal(1, B, H, T, K).astype(dtype),
-        "v": normal(2, B, H, T, K).astype(dtype),
-        "lr": jax.nn.sigmoid(normal(3, B, H, T)) / K,
-        "pos_scale": 1 / jnp.arange(1, size + 1) + 0.05 * normal(4, size),
-        "w": 0.1 * normal(5, B, H, K, K),
-        "b": 0.1 * normal(6, B, H, K),
-        "ln_scale": 1 + 0.2 * normal(7, H, K),
-        "ln_bias": 0.2 * normal(8, H, K),
+    # numpy's generator, because each shape of jax.random would be compiled.
+    draw = np.random.default_rng(seed).standard_normal
+    normal = lambda *shape: draw(shape, np.float32)
+    inputs = {
+        "q": normal(B, H, T, K).astype(jnp.dtype(dtype)),
+        "k": normal(B, H, T, K).astype(jnp.dtype(dtype)),
+        "v": normal(B, H, T, K).astype(jnp.dtype(dtype)),
+        "lr": np.float32(1) / (1 + np.exp(normal(B, H, T))) / np.float32(K),
+        "pos_scale": np.float32(1) / np.arange(1, size + 1, dtype=np.float32) + 0.05 * normal(size),
+        "w": 0.1 * normal(B, H, K, K),
+        "b": 0.1 * normal(B, H, K),
+        "ln_scale": 1 + 0.2 * normal(H, K),
+        "ln_bias": 0.2 * normal(H, K),
     }
+    return {name: jnp.asarray(x) for name, x in inputs.items()}
 
 
 # Official numbers.
@@ -136,38 +138,42 @@ def test_official_partial_mini_batch_and_its_continuation(official, implementati
 
 # Against the reference.
 
-CASES = [  # B, H, T, K, mini-batch, checkpoint_every
-    (1, 1, 1, 8, 16, 4),
-    (2, 3, 5, 8, 8, 1),
-    (2, 2, 39, 8, 8, 2),
-    (1, 2, 130, 64, 16, 3),
-    (1, 1, 70, 96, 64, 16),
+CASES = [  # B, H, T, K, mini-batch, checkpoint_every, dtype
+    (1, 1, 1, 8, 16, 4, "float32"),
+    (2, 3, 5, 8, 8, 1, "float32"),
+    (2, 2, 39, 8, 8, 2, "float32"),
+    (2, 2, 39, 8, 8, 2, "bfloat16"),
+    (1, 2, 130, 64, 16, 3, "float32"),
+    (1, 2, 130, 64, 16, 3, "bfloat16"),
+    (1, 1, 70, 96, 64, 16, "float32"),
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("B, H, T, K, size, every", CASES)
+@pytest.mark.parametrize("B, H, T, K, size, every, dtype", CASES)
 def test_value_and_every_gradient_against_the_reference(B, H, T, K, size, every, dtype):
     inputs = arrays(B, H, T, K, size, dtype)
+    random = np.random.default_rng(1)
+    cotangent = jax.tree.map(
+        lambda x: random.standard_normal(x.shape, np.float32).astype(x.dtype),
+        jax.eval_shape(run, *inputs.values()),
+    )
 
-    def value_and_vjp(implementation):
+    @functools.partial(jax.jit, static_argnums=0)
+    def value_and_vjp(implementation, inputs, cotangent):
         options = dict(implementation=implementation, checkpoint_every=every)
-        out, vjp = jax.vjp(jax.jit(functools.partial(run, **options)), *inputs.values())
-        keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(out)))
-        leaves, tree = jax.tree.flatten(out)
-        cotangent = [jax.random.normal(k, x.shape).astype(x.dtype) for k, x in zip(keys, leaves)]
-        return out, vjp(jax.tree.unflatten(tree, cotangent))
+        out, vjp = jax.vjp(lambda a: run(**a, **options), inputs)
+        return out, *vjp(cotangent)
 
-    got, got_grads = value_and_vjp("xla")
-    want, want_grads = value_and_vjp("reference")
+    got, got_grads = value_and_vjp("xla", inputs, cotangent)
+    want, want_grads = value_and_vjp("reference", inputs, cotangent)
     # Both compute in float32; bfloat16 rounds inputs alike, outputs and gradients of q, k, v once.
     tolerance = 5e-6 if dtype == "float32" else 4e-3
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
         assert a.dtype == b.dtype
         assert max_abs(a, b) <= tolerance * (1 + float(jnp.max(jnp.abs(b))))
-    for name, a, b in zip(NAMES, got_grads, want_grads):
-        assert a.dtype == b.dtype
-        assert rms_rel(a, b) < tolerance, name
+    for name in NAMES:
+        assert got_grads[name].dtype == want_grads[name].dtype
+        assert rms_rel(got_grads[name], want_grads[name]) < tolerance, name
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -254,8 +260,10 @@ def test_composes_with_vmap_scan_and_checkpoint():
     call = jax.checkpoint(lambda a: jnp.sum(jnp.sin(run(**a)[0])))
     scanned = lambda a: jax.lax.scan(lambda total, x: (total + call(x), None), 0.0, a)[0]
     vmapped = lambda a: jnp.sum(jax.vmap(call)(a))
-    plain = lambda a: sum(call({name: x[i] for name, x in a.items()}) for i in range(2))
-    want, want_grads = jax.jit(jax.value_and_grad(plain))(doubled)
+    one = jax.jit(jax.value_and_grad(call))
+    each = [one({name: x[i] for name, x in doubled.items()}) for i in range(2)]
+    want = sum(value for value, _ in each)
+    want_grads = {name: jnp.stack([grads[name] for _, grads in each]) for name in NAMES}
     for form in (scanned, vmapped):
         value, grads = jax.jit(jax.value_and_grad(form))(doubled)
         assert abs(float(value - want)) < 1e-3
