@@ -51,7 +51,7 @@ def ttt_linear(
         any T then continues from there. None says that all stand at the start of one: the sums in
         `state` are zero and are not read.
       valid: (B, T) bool, a prefix of each row. Tokens outside it, NaN included, change no state;
-        their outputs mean nothing.
+        their outputs mean nothing, but are finite.
       eps: added to the variance of the inner norm.
       checkpoint_every: mini-batches between the states that the forward pass stores for the
         backward pass, which recomputes the others. Saved per sequence and head: q, k, v and lr as

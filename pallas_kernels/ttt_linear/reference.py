@@ -45,7 +45,10 @@ def ttt_linear_reference(
     def token(carry, inputs):
         state, phase = carry
         q, k, v, lr, valid = inputs
-        k, v, lr = (jnp.where(valid.reshape(B, *(1,) * (x.ndim - 1)), x, 0) for x in (k, v, lr))
+        # The query too: its output means nothing, but its NaN times 0 would reach gradients.
+        q, k, v, lr = (
+            jnp.where(valid.reshape(B, *(1,) * (x.ndim - 1)), x, 0) for x in (q, k, v, lr)
+        )
         g = lr[..., None] * inner_gradient(k, v, state.w, state.b, ln_scale, ln_bias, eps)
         w_sum = state.w_sum + k[..., :, None] * g[..., None, :]
         b_sum = state.b_sum + g

@@ -219,7 +219,8 @@ def _one_token(q, k, v, lr, pos_scale, state, ln_scale, ln_bias, phase, valid, e
     """T = 1: the primal step, without a mini-batch grid."""
     q, k, v, lr = (x[:, :, 0] for x in (q, k, v, lr))
     valid = valid[:, :1]  # (B, 1)
-    k, v, lr = _keep(valid[..., None], k), _keep(valid[..., None], v), _keep(valid, lr)
+    q, k, v = (_keep(valid[..., None], x) for x in (q, k, v))
+    lr = _keep(valid, lr)
     g = lr[..., None] * inner_gradient(k, v, state.w, state.b, ln_scale, ln_bias, eps)
     w_sum = state.w_sum + k[..., :, None] * g[..., None, :]
     b_sum = state.b_sum + g

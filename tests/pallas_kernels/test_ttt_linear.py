@@ -251,6 +251,27 @@ def test_continued_path_equals_the_reference_with_gradients(T):
         assert max_abs(a, b) < 2e-5 * (1 + float(jnp.max(jnp.abs(b))))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("T", [1, 11])
+def test_garbage_in_invalid_tokens_reaches_no_state_and_no_gradient(T, implementation):
+    inputs = arrays(2, 1, T, 4, 8)
+    valid = jnp.arange(T) < jnp.array([T, T // 2])[:, None]
+
+    def score(inputs):
+        options = dict(phase=jnp.array([5, 7]), valid=valid, implementation=implementation)
+        out, state = run(**inputs, **options)
+        out = jnp.where(valid[:, None, :, None], out, 0)
+        return sum(jnp.sum(jnp.sin(x)) for x in (out, *state))
+
+    def poison(x):
+        return jnp.where(valid.reshape(2, 1, T, *(1,) * (x.ndim - 3)), x, jnp.nan)
+
+    poisoned = inputs | {name: poison(inputs[name]) for name in ("q", "k", "v", "lr")}
+    call = jax.jit(jax.value_and_grad(score))
+    for a, b in zip(jax.tree.leaves(call(poisoned)), jax.tree.leaves(call(inputs))):
+        assert max_abs(a, b) < 1e-6
+
+
 # Transformations and resources.
 
 
