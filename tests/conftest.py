@@ -6,10 +6,15 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
+# Compiling takes most of the time of these tests, and LLVM's optimisations most of the compiling.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        os.environ.get("XLA_FLAGS", ""),  # the last one wins
+    )
+)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jax
