@@ -48,7 +48,7 @@ def test_forward_matches_official(official, case):
     assert max_abs(logits, file[f"out/{case}logits"]) < 2e-5
     nll = jax.jit(next_token_losses, static_argnums=0)(model, params, ids)
     # A float32 sum of a hundred losses would itself be off by 1e-6.
-    loss = np.mean(nll, dtype=np.float64)
+    loss = np.mean(np.asarray(nll, np.float64))
     assert abs(loss - float(file[f"out/{case}loss"])) < 2e-6
     for layer in range(2):
         for ours, theirs in (("ttt_inner", "ttt_inner"), ("mixer_out", "seq_block_out")):
