@@ -68,7 +68,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]] | np.ndarray) -> tuple[np.ndarr
             "generation needs at least one prompt, and every prompt at least one token"
         )
     lengths = np.array([row.size for row in rows], np.int32)
-    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    tokens = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
     for tokens_row, row in zip(tokens, rows):
         tokens_row[: row.size] = row
     return tokens, lengths
