@@ -26,7 +26,12 @@ def experiment() -> Experiment:
         optimizer=OptimizerConfig(name="muon", learning_rate=4e-3, warmup_steps=50),
         evaluation=EvaluationConfig(every=100, batches=8),
         checkpoint=CheckpointConfig(every_steps=200, every_minutes=2.0),
-        sample=SampleConfig(prompt="def read_text(path, encoding=", max_new_tokens=300),
+        # At a lower temperature so small a model falls into endless indentation.
+        sample=SampleConfig(
+            prompt='def read_text(path, encoding="utf-8"):\n    ',
+            temperature=0.9,
+            max_new_tokens=300,
+        ),
         steps=600,
         batch_size=4,
         sequence_length=512,
