@@ -157,7 +157,7 @@ class Block(nnx.Module):
         self.channel_out_norm = norm() if config.norm_placement == "sandwich" else None
 
     def __call__(self, x, *, state=None, positions=None, segment_ids=None, valid=None, tap):
-        options: dict[str, Any] = dict(state=state, valid=valid)
+        options = {"state": state, "valid": valid}
         if self.config.mixer.takes_positions:
             options["positions"] = positions
         if self.config.mixer.takes_segments:

@@ -4,7 +4,6 @@
 
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -14,7 +13,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make on this machine")
 def test_make_train_end_to_end(tmp_path):
     run = tmp_path / "run"
     # The environment that runs the tests serves; the flag that gives the tests 8 devices must not.

@@ -557,7 +557,7 @@ def _finish(
     if jax.process_index() != 0:
         return summary
     if not stop:
-        summary["yardsticks"] = yardsticks(data, validation) if experiment.baselines else {}
+        summary["yardsticks"] = ngram.yardsticks(data, validation) if experiment.baselines else {}
     if stop:
         return None
     plot_curves(
@@ -571,17 +571,6 @@ def _finish(
     partial.write_text(json.dumps(summary, indent=2) + "\n")
     partial.replace(directory / SUMMARY_FILE)
     return summary
-
-
-def yardsticks(data, validation) -> dict[str, float]:
-    """Bits per byte of a unigram and an order-3 n-gram model of the training bytes, on the
-    validation bytes."""
-    model = ngram.fit([rows.file.tokens for rows in data.rows], 3)
-    text = validation.targets_bytes()
-    return {
-        "unigram": ngram.prefix(model, 1).bits_per_byte(text),
-        "order-3 n-gram": model.bits_per_byte(text),
-    }
 
 
 def summary_text(summary: dict[str, Any]) -> str:

@@ -66,15 +66,6 @@ def human_bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
-def duration(seconds: float) -> str:
-    """75 -> "1 min 15 s"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines log; a last line that a crash cut short is left out."""
     records = []

@@ -14,16 +14,11 @@ the end of a document.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train.data.text import ValidationData, open_source
-from train.data.tokenizer import load_tokenizer
+from train.data.text import TrainData, ValidationData
 from train.errors import UserError
-
-if TYPE_CHECKING:
-    from train.experiment import TextDataConfig
 
 BLOCK = 2**22
 """Bytes counted or scored at one time."""
@@ -99,16 +94,12 @@ def prefix(model: NGram, order: int) -> NGram:
     return NGram(counts=model.counts[:order])
 
 
-def yardsticks(data: "TextDataConfig", validation: ValidationData) -> dict[str, float]:
-    """Bits per byte of the unigram and the order-3 model, fitted to the training bytes of `data`,
-    on exactly the targets of `validation`. Byte tokens only."""
-    tokenizer = load_tokenizer(data.tokenizer)
-    if tokenizer.name != "bytes":
+def yardsticks(train: TrainData, validation: ValidationData) -> dict[str, float]:
+    """Bits per byte of the unigram and the order-3 model, fitted to the training bytes, on exactly
+    the targets of `validation`. Byte tokens only."""
+    if train.tokenizer.name != "bytes":
         raise UserError("The n-gram yardsticks compare bytes: they need data.tokenizer='bytes'.")
-    sources = [
-        open_source(source, "train", tokenizer, data.cache_directory) for source in data.train
-    ]
-    model = fit((file.tokens for file in sources), MAX_ORDER)
+    model = fit((rows.file.tokens for rows in train.rows), MAX_ORDER)
     text = validation.targets_bytes()
     return {
         "unigram": prefix(model, 1).bits_per_byte(text),

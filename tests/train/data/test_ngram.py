@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from train.data import ngram, open_validation
+from train.data import ngram, open_train, open_validation
 from train.errors import UserError
 from train.experiment import TextDataConfig
 
@@ -82,7 +82,8 @@ def test_yardsticks_score_the_targets_of_the_validation(token_file, tmp_path):
         train=(train, other), validation=(token_file([TEXT, "not"], "v.tokens"), other)
     )
     validation = open_validation(data, batch_size=2, sequence_length=4)
-    values = ngram.yardsticks(data, validation)
+    opened = open_train(data, batch_size=1, sequence_length=4, seed=0)
+    values = ngram.yardsticks(opened, validation)
     assert list(values) == ["unigram", "order-3 n-gram"]
     targets = as_bytes(TEXT + "\0not\0the cat\0")
     for name, order in (("unigram", 1), ("order-3 n-gram", 3)):
@@ -100,6 +101,7 @@ def test_errors(token_file, bpe):
         ngram.fit([as_bytes("a")], 4)
     path = token_file(["the cat"], tokenizer=bpe)
     data = TextDataConfig(train=(path,), validation=(path,), tokenizer=bpe)
+    opened = open_train(data, batch_size=1, sequence_length=1, seed=0)
     validation = open_validation(data, batch_size=1, sequence_length=4)
     with pytest.raises(UserError, match=r"need data\.tokenizer='bytes'"):
-        ngram.yardsticks(data, validation)
+        ngram.yardsticks(opened, validation)
