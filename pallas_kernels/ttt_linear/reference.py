@@ -8,20 +8,8 @@ Letters: B batch, H heads, T tokens, K head width, b inner mini-batch.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ttt_common.norm import normalise, normalise_input_gradient
 from pallas_kernels.ttt_linear.state import TTTLinearState
-
-
-def normalise(z, eps):
-    """(z - mean) / sigma and sigma, over the last axis; biased variance, eps inside the root."""
-    centred = z - jnp.mean(z, -1, keepdims=True)
-    sigma = jnp.sqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
-    return centred / sigma, sigma
-
-
-def normalise_input_gradient(g, x_hat, sigma):
-    """Cotangent of z, given the cotangent g of x_hat = normalise(z)."""
-    mean = jnp.mean(g, -1, keepdims=True)
-    return (g - mean - x_hat * jnp.mean(g * x_hat, -1, keepdims=True)) / sigma
 
 
 def inner_gradient(k, v, w, b, ln_scale, ln_bias, eps):

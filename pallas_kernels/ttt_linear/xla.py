@@ -289,14 +289,14 @@ def _mean(x):
 
 
 def _normalise(z, eps):
-    """Like `reference.normalise`, with 1 / sigma."""
+    """Like `norm.normalise`, with 1 / sigma."""
     centred = z - _mean(z)
     inverse = jax.lax.rsqrt(_mean(centred * centred) + eps)
     return centred * inverse, inverse
 
 
 def _normalise_input_gradient(g, x_hat, inverse):
-    """Like `reference.normalise_input_gradient`, given 1 / sigma."""
+    """Like `norm.normalise_input_gradient`, given 1 / sigma."""
     return (g - _mean(g) - x_hat * _mean(g * x_hat)) * inverse
 
 

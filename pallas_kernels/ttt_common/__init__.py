@@ -1,0 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""What the two TTT operations share."""
