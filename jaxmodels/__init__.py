@@ -11,17 +11,20 @@ from jaxmodels.decoder import Decoder, DecoderConfig, Residual
 from jaxmodels.generate import generate, sample
 from jaxmodels.layers.attention import Attention
 from jaxmodels.layers.channel import GeluMLP, SwiGLU
+from jaxmodels.layers.convolution import CausalConv
 from jaxmodels.layers.embeddings import LMHead, TokenInputs
 from jaxmodels.layers.norms import LayerNorm, RMSNorm
 from jaxmodels.model import Model, build
-from jaxmodels.ttt import TTTLinear
+from jaxmodels.ttt import TTTMLP, TTTLinear
 
 PRESETS = transformer.PRESETS | ttt.PRESETS
 """Published sizes by name."""
 
 __all__ = [
     "PRESETS",
+    "TTTMLP",
     "Attention",
+    "CausalConv",
     "Decoder",
     "DecoderConfig",
     "GeluMLP",

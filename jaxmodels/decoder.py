@@ -18,6 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jaxmodels.layers.convolution import CausalConv
 from jaxmodels.layers.embeddings import LMHead, TokenInputs
 from jaxmodels.layers.norms import RMSNorm
 from jaxmodels.sharding import any_mesh, constrain
@@ -60,9 +61,11 @@ class DecoderConfig:
     inputs: InputsConfig
     """What enters: `TokenInputs`."""
     mixer: MixerConfig
-    """What mixes along the sequence: `Attention`, `TTTLinear`."""
+    """What mixes along the sequence: `Attention`, `TTTLinear`, `TTTMLP`."""
     channel: ChannelConfig
     """What mixes channels: `SwiGLU`, `GeluMLP`."""
+    pre_conv: CausalConv | None = None
+    """A short convolution as a residual branch of its own before the mixer: x + conv(norm(x))."""
     connections: ConnectionsConfig = Residual()
     """How layers are joined: `Residual`."""
     norm: NormConfig = RMSNorm()
@@ -101,6 +104,8 @@ class DecoderConfig:
                 hint = f": that is a part for the slot {belongs!r}" if belongs else ""
                 fits = ", ".join(sorted(c.__name__ for c in kind.__subclasses__()))
                 raise ValueError(f"{slot}={type(part).__name__}{hint}; {slot} takes one of: {fits}")
+        if self.pre_conv is not None and not isinstance(self.pre_conv, CausalConv):
+            raise ValueError(f"pre_conv={type(self.pre_conv).__name__}: a CausalConv, or None")
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"remat={self.remat!r}{did_you_mean(self.remat, REMAT_POLICIES)}")
         if self.norm_placement not in ("pre", "post", "sandwich"):
@@ -139,16 +144,35 @@ class DecoderConfig:
         """
         block = self.mixer.flops_per_token(self.d_model, sequence_length)
         block += self.channel.flops_per_token(self.d_model)
+        if self.pre_conv is not None:
+            block += 2 * self.d_model * self.pre_conv.width
         return self.num_layers * block + self.head.flops_per_token(self)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockState:
+    """Decode state of a block; of all blocks, with a leading layer axis on every leaf."""
+
+    mixer: Any
+    pre_conv: jax.Array | None
+    """(B, W - 1, D), the last inputs of the convolution before the mixer, if there is one."""
+
+
 class Block(nnx.Module):
-    """One layer: x (B, T, D) -> (x (B, T, D), mixer state)."""
+    """One layer: x (B, T, D) -> (x (B, T, D), `BlockState`)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         build: dict[str, Any] = dict(dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
         norm = lambda: config.norm.build(config.d_model, param_dtype=config.param_dtype)
+        conv = config.pre_conv
+        self.pre_conv_norm = None if conv is None else norm()
+        self.pre_conv = (
+            None
+            if conv is None
+            else conv.build(config.d_model, param_dtype=config.param_dtype, rngs=rngs)
+        )
         self.mixer_norm = norm()
         self.mixer = config.mixer.build(config.d_model, **build)
         self.channel_norm = norm()
@@ -156,13 +180,41 @@ class Block(nnx.Module):
         self.mixer_out_norm = norm() if config.norm_placement == "sandwich" else None
         self.channel_out_norm = norm() if config.norm_placement == "sandwich" else None
 
-    def __call__(self, x, *, state=None, positions=None, segment_ids=None, valid=None, tap):
-        options = {"state": state, "valid": valid}
+    def init_state(self, batch_size: int, max_length: int) -> BlockState:
+        """State before the first token."""
+        return BlockState(
+            mixer=self.mixer.init_state(batch_size, max_length),
+            pre_conv=None
+            if self.pre_conv is None
+            else self.pre_conv.init_state(batch_size, self.config.dtype),
+        )
+
+    def __call__(
+        self,
+        x,
+        *,
+        state=None,
+        positions=None,
+        segment_ids=None,
+        valid=None,
+        inner_lr_scale=None,
+        tap,
+    ):
+        conv_state, mixer_state = (None, None) if state is None else (state.pre_conv, state.mixer)
+        options = {"state": mixer_state, "valid": valid}
         if self.config.mixer.takes_positions:
             options["positions"] = positions
         if self.config.mixer.takes_segments:
             options["segment_ids"] = segment_ids
+        if self.config.mixer.takes_inner_lr:
+            options["inner_lr_scale"] = inner_lr_scale
         placement = self.config.norm_placement
+
+        if self.pre_conv is not None:
+            y, conv_state = self.pre_conv(
+                self.pre_conv_norm(x), state=conv_state, segment_ids=segment_ids, valid=valid
+            )
+            x = constrain(x + y.astype(x.dtype), "batch", "sequence", None)
 
         def branch(x, name, norm, part, out_norm):
             h = tap(f"{name}_in", x if placement == "post" else norm(x))
@@ -173,13 +225,15 @@ class Block(nnx.Module):
             return norm(x) if placement == "post" else x
 
         def mix(h):
-            nonlocal state
-            y, state = self.mixer(h, tap=tap, **options)
+            nonlocal mixer_state
+            y, mixer_state = self.mixer(h, tap=tap, **options)
             return y
 
         x = branch(x, "mixer", self.mixer_norm, mix, self.mixer_out_norm)
         channel = lambda h: self.channel(h, tap=tap)
         x = branch(x, "channel", self.channel_norm, channel, self.channel_out_norm)
+        if state is not None:
+            state = BlockState(mixer=mixer_state, pre_conv=conv_state)
         return tap("block_out", x), state
 
 
@@ -199,16 +253,14 @@ class Decoder(nnx.Module):
         self.head = config.head.build(config, rngs=rngs)
 
     def init_state(self, batch_size: int, max_length: int) -> Any:
-        """Decode state before the first token: the mixer states of all layers, stacked.
+        """Decode state before the first token: the `BlockState` of all layers, stacked.
 
         `max_length` bounds caches that grow with the sequence; a TTT state does not depend on it.
         The state starts from the parameters, because the initial state of a TTT layer is learned.
         """
-        mixers: Any = self.blocks.mixer
-        graphdef, weights = nnx.split(mixers)
-        return jax.vmap(lambda w: nnx.merge(graphdef, w).init_state(batch_size, max_length))(
-            weights
-        )
+        graphdef, weights = nnx.split(self.blocks)
+        of_one = lambda weights: nnx.merge(graphdef, weights).init_state(batch_size, max_length)
+        return jax.vmap(of_one)(weights)
 
     @any_mesh(lambda batch: P(batch))
     def _plain(self, tokens, **options):
@@ -226,6 +278,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         valid: jax.Array | None = None,
+        inner_lr_scale: jax.Array | None = None,
         taps: tuple[str, ...] = (),
         output: Literal["logits", "hidden"] = "logits",
     ) -> Any:
@@ -238,8 +291,10 @@ class Decoder(nnx.Module):
           positions: (B, T) int for mixers with positions of their own (attention); None counts on.
           segment_ids: (B, T) int for packed rows, 0 for padding, for mixers that can keep documents
             apart.
-          valid: (B, T) bool with a state: each row's real tokens, a prefix. Outputs after it mean
-            nothing.
+          valid: (B, T) bool: the other tokens (padding, on either side) are skipped as if they were
+            not there. Outputs at them mean nothing.
+          inner_lr_scale: () float, multiplies the inner learning rates of TTT layers (their
+            warm-up in training).
           taps: names of intermediates to return (`config.taps`).
           output: "logits" (B, T, V) float32, or "hidden" (B, T, D) after the final norm.
 
@@ -259,12 +314,24 @@ class Decoder(nnx.Module):
                 f"{mixer} takes its positions from the sequence itself; leave positions out"
             )
         if segment_ids is not None and not config.mixer.takes_segments:
-            raise ValueError(
-                f"{mixer} cannot keep the documents of a packed row apart (segment_ids); use rows "
-                "of running text, or Attention"
+            how = (
+                "set its max_documents"
+                if hasattr(config.mixer, "max_documents")
+                else "Attention can"
             )
+            raise ValueError(
+                f"{mixer} does not keep the documents of a packed row apart (segment_ids): {how}, "
+                "or use rows of running text"
+            )
+        if inner_lr_scale is not None and not config.mixer.takes_inner_lr:
+            raise ValueError(f"{mixer} has no inner learning rates; leave inner_lr_scale out")
         options = dict(
-            state=state, positions=positions, segment_ids=segment_ids, valid=valid, output=output
+            state=state,
+            positions=positions,
+            segment_ids=segment_ids,
+            valid=valid,
+            inner_lr_scale=inner_lr_scale,
+            output=output,
         )
         if taps:
             call = any_mesh(lambda batch: P())(type(self)._forward)
@@ -274,12 +341,13 @@ class Decoder(nnx.Module):
             return self._plain(tokens, **options)
         return self._with_state(tokens, **options)
 
-    def _forward(self, tokens, *, state, positions, segment_ids, valid, output, taps=()):
+    def _forward(self, tokens, *, state, output, taps=(), **shared):
         config = self.config
         tap = Taps(taps)
+        if shared["valid"] is not None:
+            tokens = jnp.where(shared["valid"], tokens, 0)  # whatever marks padding is not an id
         x = tap("embedding", self.inputs(tokens))
         graphdef, weights = nnx.split(self.blocks)
-        shared = dict(positions=positions, segment_ids=segment_ids, valid=valid)
 
         def body(x, layer):
             weights, state = layer

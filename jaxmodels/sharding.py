@@ -47,15 +47,37 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if unknown := [name for name in names if name is not None and name not in rules]:
         raise ValueError(f"no sharding rule for {unknown}; known names: {sorted(rules)}")
     free = set(mesh.axis_names) - set(mesh.manual_axes)
-    if not free:
-        return x
+    return jax.lax.with_sharding_constraint(x, _spec(names, rules, free)) if free else x
+
+
+def local(fn: Callable, in_names: Any, out_names: Any) -> Callable:
+    """`fn` run by every device on its own part of the arguments (a `shard_map` around a kernel).
+
+    `in_names` and `out_names` give the logical names of the leading axes of each argument and
+    result (or of all leaves of one); axes without a name are whole on every device. The function
+    itself where `constrain` is the identity, or where the names split nothing.
+    """
+    rules, mesh = _rules.get(), get_abstract_mesh()
+    if rules is None or mesh.empty or mesh.explicit_axes:
+        return fn
+    free = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
+    specs = lambda args: tuple(_spec(names, rules, free) for names in args)
+    in_specs, out_specs = specs(in_names), specs(out_names)
+    used = {a for spec in in_specs for entry in spec if entry for a in entry}
+    if all(mesh.shape[axis] == 1 for axis in used):
+        return fn
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=free)
+
+
+def _spec(names, rules, free) -> P:
+    """The partition over mesh axes that no caller's `shard_map` holds."""
 
     def axes_of(name):
         entry = None if name is None else rules[name]
         entry = (entry,) if isinstance(entry, str) else (entry or ())
         return tuple(axis for axis in entry if axis in free) or None
 
-    return jax.lax.with_sharding_constraint(x, P(*map(axes_of, names)))
+    return P(*map(axes_of, names))
 
 
 def any_mesh(out_specs: Callable[[Any], Any]) -> Callable[[Callable], Callable]:

@@ -50,8 +50,13 @@ class MixerConfig(PartConfig):
     slot: ClassVar[str] = "mixer"
     takes_positions: ClassVar[bool] = False
     """Whether explicit `positions` mean something to this mixer."""
-    takes_segments: ClassVar[bool] = False
-    """Whether the mixer can keep the documents of a packed row apart (`segment_ids`)."""
+    takes_inner_lr: ClassVar[bool] = False
+    """Whether the mixer has inner learning rates (`inner_lr_scale`)."""
+
+    @property
+    def takes_segments(self) -> bool:
+        """Whether the mixer keeps the documents of a packed row apart (`segment_ids`)."""
+        return False
 
     def build(self, d_model: int, *, dtype: str, param_dtype: str, rngs: nnx.Rngs) -> Any:
         """The module."""

@@ -26,7 +26,6 @@ class Attention(MixerConfig):
 
     taps: ClassVar[tuple[str, ...]] = ("attention_heads",)
     takes_positions: ClassVar[bool] = True
-    takes_segments: ClassVar[bool] = True
 
     num_heads: int
     """Query heads H."""
@@ -51,6 +50,10 @@ class Attention(MixerConfig):
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
+
+    @property
+    def takes_segments(self):
+        return True
 
     def check(self, decoder):
         _head_dim(self, decoder.d_model)
@@ -127,10 +130,11 @@ class AttentionLayer(nnx.Module):
         Args:
           x: (B, T, D).
           state: continues after the tokens it has read, any T; None starts a full sequence.
-          positions: (B, T) int for the rotary angles; None counts from the state's offset or 0.
+          positions: (B, T) int for the rotary angles; None counts the valid tokens, from the
+            state's offset or 0.
           segment_ids: (B, T) int; tokens see only their own segment. Not together with a state.
-          valid: (B, T) bool with a state: a prefix of each row; the rest is padding and is not
-            remembered.
+          valid: (B, T) bool: the other tokens (padding, on either side) are skipped as if they were
+            not there; outputs at them mean nothing.
           tap: collects `attention_heads` (B, T, H, K), the input of the output projection.
         """
         tap = tap or Taps()
@@ -141,8 +145,12 @@ class AttentionLayer(nnx.Module):
             constrain(jnp.einsum("btd,dhk->bthk", x, w[...].astype(dtype)), *_HEADS)
             for w in (self.wq, self.wk, self.wv)
         )
-        steps = jnp.arange(T, dtype=jnp.int32)
-        index = steps[None] if state is None else state.offset[:, None] + steps  # (1 or B, T)
+        if valid is None:
+            index = jnp.arange(T, dtype=jnp.int32)[None]
+        else:
+            index = jnp.maximum(jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, 0)
+        if state is not None:
+            index = index + state.offset[:, None]  # (1 or B, T)
         positions = index if positions is None else positions
         cos, sin = rotary_table(positions, q.shape[-1], self.config.rope_theta)
         q, k = (
@@ -153,6 +161,10 @@ class AttentionLayer(nnx.Module):
             mask = None
             if segment_ids is not None:
                 mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+            if valid is not None:
+                # Every query keeps itself, so that the softmax of none is empty.
+                real = valid[:, None, None, :] | jnp.eye(T, dtype=bool)
+                mask = real if mask is None else mask & real
             heads = attend(
                 q, k, v, mask=mask, is_causal=True, implementation=self.config.implementation
             )
@@ -161,10 +173,10 @@ class AttentionLayer(nnx.Module):
                 raise ValueError(
                     "segment_ids cannot be combined with a state: decode documents apart"
                 )
-            rows = jnp.arange(B)[:, None]
-            keys = state.k.at[rows, index].set(k, mode="drop")
-            values = state.v.at[rows, index].set(v, mode="drop")
-            S = keys.shape[1]
+            rows, S = jnp.arange(B)[:, None], state.k.shape[1]
+            slot = index if valid is None else jnp.where(valid, index, S)
+            keys = state.k.at[rows, slot].set(k, mode="drop")
+            values = state.v.at[rows, slot].set(v, mode="drop")
             mask = jnp.arange(S) <= index[:, None, :, None]  # (B, 1, T, S)
             heads = attend(q, keys, values, mask=mask, implementation=self.config.implementation)
             # A full cache must not pass for a short memory.

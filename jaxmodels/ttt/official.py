@@ -13,7 +13,7 @@ from jaxmodels.layers.channel import SwiGLU
 from jaxmodels.layers.embeddings import LMHead, TokenInputs
 from jaxmodels.layers.norms import RMSNorm
 from jaxmodels.model import Params, build
-from jaxmodels.ttt.layer import TTTLinear
+from jaxmodels.ttt.config import TTTLinear
 from jaxmodels.weights import Row, expect, export_weights, from_config, import_weights, per_layer
 
 

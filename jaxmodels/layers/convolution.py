@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""Causal depthwise convolution over a short window, with an explicit state.
+
+    y[t] = bias + sum_k kernel[k] * x[t - (W - 1) + k],    zeros before the start
+
+Letters: W window, C channels.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmodels.layers.padding import compact
+from jaxmodels.slots import constant, weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalConv:
+    """Depthwise convolution with a bias per channel and no activation."""
+
+    width: int = 4
+    """Window W: each channel sees its last W values, the current one included."""
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError(f"width={self.width} must be at least 1")
+
+    def build(
+        self, channels: int, *, axis: str | None = None, param_dtype: str = "float32", rngs
+    ) -> "CausalConvLayer":
+        """The module; `axis` is the logical name of the channels."""
+        return CausalConvLayer(self, channels, axis=axis, param_dtype=param_dtype, rngs=rngs)
+
+
+class CausalConvLayer(nnx.Module):
+    """x (B, T, C) -> y (B, T, C) in the dtype of x, summed in float32."""
+
+    def __init__(self, config: CausalConv, channels, *, axis=None, param_dtype="float32", rngs):
+        self.config = config
+        # Each output sums W values of its own channel: variance 1 / W.
+        init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+        kernel = lambda key, shape, dtype: init(key, (shape[0], 1, shape[1]), dtype)[:, 0]
+        self.kernel = weight(rngs, (config.width, channels), (None, axis), param_dtype, kernel)
+        self.bias = constant(0.0, (channels,), (axis,), param_dtype)
+
+    def init_state(self, batch_size: int, dtype: str = "float32") -> jax.Array:
+        """The W - 1 inputs before the first: zeros (B, W - 1, C)."""
+        width, channels = self.kernel.shape
+        return jnp.zeros((batch_size, width - 1, channels), jnp.dtype(dtype))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        state: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        valid: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Convolves x.
+
+        Args:
+          x: (B, T, C), any T.
+          state: (B, W - 1, C), the inputs before x; None starts the sequence and returns None.
+          segment_ids: (B, T) int; a window does not reach over the start of a segment. Not together
+            with a state.
+          valid: (B, T) bool; the other tokens are skipped as if they were not there.
+
+        Returns:
+          y (B, T, C), and the state after x if one was given.
+        """
+        T, width = x.shape[1], self.config.width
+        moves = None
+        if valid is not None and T > 1:
+            moves = compact(valid)
+            x = moves.front(x)
+            segment_ids = None if segment_ids is None else moves.front(segment_ids)
+        if state is None:
+            history = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+        else:
+            history = jnp.concatenate([state.astype(x.dtype), x], 1)
+        kernel = self.kernel[...].astype(jnp.float32)
+        y = self.bias[...].astype(jnp.float32)
+        for k in range(width):
+            term = history[:, k : k + T].astype(jnp.float32) * kernel[k]
+            back = width - 1 - k
+            if segment_ids is not None and back:
+                before = jnp.pad(segment_ids, ((0, 0), (back, 0)))[:, :T]
+                term = jnp.where((before == segment_ids)[..., None], term, 0.0)
+            y = y + term
+        y = y.astype(x.dtype)
+        if state is not None:
+            if valid is None:
+                state = history[:, T:].astype(state.dtype)
+            else:
+                kept = jnp.sum(valid, 1)[:, None] + jnp.arange(width - 1)
+                state = jnp.take_along_axis(history, kept[..., None], 1).astype(state.dtype)
+        return (y if moves is None else moves.back(y)), state
