@@ -34,8 +34,8 @@ def evaluate(
     """The token-weighted loss over validation data.
 
     Args:
-      eval_step: (params, batch) -> (sum of weighted nll, sum of weights), see
-      `train.step.make_eval_step`.
+      eval_step: (params, batch) -> sums of weighted nll, of the weights that count and of all
+        weights, see `train.step.make_eval_step`.
       validation: from `train.data.open_validation`; its last batch is padded with weight 0.
       sharding: of the batch, from `make_eval_step`.
       rows: rows per batch.
@@ -43,17 +43,16 @@ def evaluate(
       should_stop: asked between batches; once it is true EvaluationStopped is raised.
 
     Returns:
-      loss (nats per token), perplexity, bits_per_byte and tokens.
+      loss (nats per token that counts), perplexity, bits_per_byte, and tokens (all that were read).
     """
-    nll = weight = 0.0
+    nll = weight = tokens = 0.0
     pending: list = []
 
     def collect(keep: int) -> None:
-        nonlocal nll, weight
+        nonlocal nll, weight, tokens
         while len(pending) > keep:
-            batch_nll, batch_weight = jax.device_get(pending.pop(0))
-            nll += float(batch_nll)  # summed in float64
-            weight += float(batch_weight)
+            sums = map(float, jax.device_get(pending.pop(0)))  # summed on in float64
+            nll, weight, tokens = (a + b for a, b in zip((nll, weight, tokens), sums))
 
     for batch in validation.spread(len(validation) if batches is None else batches):
         if should_stop():
@@ -64,10 +63,10 @@ def evaluate(
     if not weight:
         raise UserError("The validation data hold no token to predict. Give a longer text.")
     loss = nll / weight
-    num_bytes = validation.num_bytes * (weight / validation.num_tokens)
+    num_bytes = validation.num_bytes * (tokens / validation.num_tokens)
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),
         "bits_per_byte": nll / (math.log(2) * num_bytes),
-        "tokens": weight,
+        "tokens": tokens,
     }

@@ -70,10 +70,32 @@ class OptimizerConfig:
 class LossConfig:
     """Cross-entropy of the language model."""
 
+    reduction: Literal["tokens", "rows"] = "tokens"
+    """What is averaged: all weighted `tokens` of the global batch, or first the tokens of each row
+    and then the `rows` that have any (the official TTT recipe). Evaluation averages tokens."""
+    ignore_token: int | None = None
+    """Targets of this id do not count (the official TTT recipe leaves out the begin-of-text token,
+    1)."""
     z_loss: float = 0.0
     """Weight of mean(log Z ** 2), which keeps logits from drifting."""
     chunk: int = 512
     """Positions whose logits exist at one time; the full (B, T, V) float32 array is never built."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InnerLRConfig:
+    """Warm-up of the inner learning rates of TTT layers, besides that of the optimizer."""
+
+    start: float = 1.0
+    """Factor on the inner learning rates at the first step, from where it rises linearly to 1; it
+    is rounded to bfloat16, as in the official recipe. Evaluation always uses 1."""
+    warmup_steps: int = 0
+    """Steps until the factor is 1; 0 turns the warm-up off."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the factor is ever other than 1."""
+        return self.warmup_steps > 0 and self.start != 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,6 +189,7 @@ class Experiment:
     data: TextDataConfig = TextDataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
+    inner_lr: InnerLRConfig = InnerLRConfig()
     mesh: MeshConfig = MeshConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -21,6 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxmodels
 from jaxmodels.generate import check_sampling
+from jaxmodels.ttt import TTT
 from train.checkpoint import (
     FOLDER,
     Checkpoints,
@@ -113,6 +114,7 @@ def _train(experiment: Experiment, devices, stop: StopRequest) -> Result:
         seed=experiment.seed,
     )
     check_vocabulary(model, data.tokenizer)
+    check_documents(experiment, data)
     evaluator.open(experiment)
     if stop and jax.process_count() == 1:
         say(f"Stopped by {stop.name} before training began. Run the same command again.")
@@ -232,6 +234,7 @@ class _Evaluator:
         self.validation = open_validation(
             experiment.data, batch_size=self.rows, sequence_length=experiment.sequence_length
         )
+        check_documents(experiment, self.validation)
 
     def params(self, state) -> Any:
         return state[self._item]
@@ -328,12 +331,37 @@ def check_settings(experiment: Experiment) -> None:
         check_sampling(sample.temperature, sample.top_k, sample.top_p)
     except ValueError as error:
         raise UserError(f"sample.{error}.") from None
-    mixer = experiment.model.mixer
+    if experiment.loss.reduction not in ("tokens", "rows"):
+        raise UserError(f"loss.reduction={experiment.loss.reduction!r}: one of tokens, rows.")
+    mixer, warm = experiment.model.mixer, experiment.inner_lr
+    if warm.active and not mixer.takes_inner_lr:
+        raise UserError(
+            f"inner_lr warms up inner learning rates, which {type(mixer).__name__} does not have."
+        )
+    if warm.start < 0 or warm.warmup_steps < 0:
+        raise UserError(
+            f"inner_lr.start={warm.start} and inner_lr.warmup_steps={warm.warmup_steps} must be at "
+            "least 0."
+        )
     if experiment.data.packing == "documents" and not mixer.takes_segments:
+        how = "Set --model.mixer.max-documents" if isinstance(mixer, TTT) else "Use Attention"
         raise UserError(
             "data.packing=documents puts several documents into a row, which "
-            f"{type(mixer).__name__} cannot keep apart. Use --data.packing windows, or the "
-            "Attention mixer."
+            f"{type(mixer).__name__} does not keep apart as it is. {how}, or use --data.packing "
+            "windows."
+        )
+
+
+def check_documents(experiment: Experiment, data) -> None:
+    """UserError if a row of the data holds more documents than the mixer has room for."""
+    room = getattr(experiment.model.mixer, "max_documents", None)
+    if experiment.data.packing != "documents" or room is None:
+        return
+    most = max(rows.most_documents for rows in data.rows)
+    if most > room:
+        raise UserError(
+            f"A row holds up to {most} documents, the model has room for {room}. Use "
+            f"--model.mixer.max-documents {most}."
         )
 
 

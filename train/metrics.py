@@ -171,8 +171,9 @@ class RunLog:
         if step % self._config.every and not last and not values["non_finite"]:
             return
         record: dict[str, Any] = {"kind": "train", "step": step}
-        for name in ("loss", "z_loss", "grad_norm", "learning_rate"):
-            record[name] = _finite(values[name])
+        for name in ("loss", "z_loss", "grad_norm", "learning_rate", "inner_lr_scale"):
+            if name in values:
+                record[name] = _finite(values[name])
         record["tokens"] = values["weight"]
         record["non_finite"] = bool(values["non_finite"])
         elapsed = now - self._since

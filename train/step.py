@@ -4,7 +4,7 @@
 shardings.
 
     loss = sum(w * nll) / sum(w)  +  z_loss * sum(w * log(Z)^2) / sum(w)        sums over the global
-    batch
+    batch; with reduction "rows" the weights of each row are first divided by their sum
 
 The state is a plain dict: `params`, `opt_state`, `step` (updates attempted so far), and `ema` if
 asked for.
@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmodels.losses import chunked_cross_entropy
 from jaxmodels.sharding import use_rules
 from train.errors import UserError
-from train.experiment import Experiment, LossConfig
+from train.experiment import Experiment, InnerLRConfig, LossConfig
 from train.mesh import RULES, batch_sharding, check_axes_used, param_shardings, replicated
 from train.optim import (
     build_optimizer,
@@ -54,11 +54,27 @@ class Trainer:
     """The jax.jit function inside `step`, for ahead-of-time lowering under `jax.set_mesh(mesh)`."""
 
 
-def loss_sums(model, config: LossConfig, params, batch: Batch) -> tuple[jax.Array, dict]:
+def token_weights(config: LossConfig, batch: Batch) -> jax.Array:
+    """(B, T) float32: the weights of a batch, 0 where the target is `ignore_token`."""
+    if config.ignore_token is None:
+        return batch["weights"]
+    return jnp.where(batch["targets"] == config.ignore_token, 0.0, batch["weights"])
+
+
+def inner_lr_scale(config: InnerLRConfig, step: jax.Array) -> jax.Array:
+    """() float32, the factor on inner learning rates at `step`, counted from 0."""
+    share = jnp.minimum(1.0, step.astype(jnp.float32) / config.warmup_steps)
+    factor = config.start + share * (1.0 - config.start)
+    return factor.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def loss_sums(
+    model, config: LossConfig, params, batch: Batch, inner_lr: jax.Array | None = None
+) -> tuple[jax.Array, dict]:
     """Weighted sums over one (micro-)batch, not yet divided: (objective, {nll, log_z_squared}),
-    float32."""
+    float32. `inner_lr` multiplies the inner learning rates of TTT layers."""
     mixer = model.config.mixer
-    options = {}
+    options = {} if inner_lr is None else {"inner_lr_scale": inner_lr}
     if "segment_ids" in batch:
         options["segment_ids"] = batch["segment_ids"]
         if mixer.takes_positions:
@@ -73,15 +89,30 @@ def loss_sums(model, config: LossConfig, params, batch: Batch) -> tuple[jax.Arra
     return nll + config.z_loss * log_z_squared, {"nll": nll, "log_z_squared": log_z_squared}
 
 
-def gradients(model, config: LossConfig, params, batch: Batch, *, accumulation_steps=1, mesh=None):
+def gradients(
+    model,
+    config: LossConfig,
+    params,
+    batch: Batch,
+    *,
+    inner_lr: jax.Array | None = None,
+    accumulation_steps=1,
+    mesh=None,
+):
     """Gradient of the loss of the whole batch, and the metrics loss, z_loss and weight.
 
     With accumulation, micro-batch i holds rows i, i + k, ... (so that each stays spread over the
     same devices); gradients are summed over them and divided once by the total weight. On a mesh
     the gradients have the shardings of the parameters.
     """
+    counted = token_weights(config, batch)
+    weights = counted
+    if config.reduction == "rows":
+        of_row = jnp.sum(counted, 1, keepdims=True)
+        weights = jnp.where(of_row > 0, counted / jnp.maximum(of_row, 1e-9), 0.0)
+    batch = batch | {"weights": weights}
     value_and_grad = jax.value_and_grad(
-        lambda params, batch: loss_sums(model, config, params, batch), has_aux=True
+        lambda params, batch: loss_sums(model, config, params, batch, inner_lr), has_aux=True
     )
 
     def pin(grads):
@@ -109,14 +140,14 @@ def gradients(model, config: LossConfig, params, batch: Batch, *, accumulation_s
         start = (pin(zeros), {"nll": jnp.float32(0), "log_z_squared": jnp.float32(0)})
         (grads, sums), _ = jax.lax.scan(add, start, jax.tree.map(split, batch))
 
-    weight = jnp.sum(batch["weights"])
+    weight = jnp.sum(weights)
     # A batch without any weight has no loss and no gradient, rather than 0/0.
     scale = jnp.where(weight > 0, 1.0 / jnp.maximum(weight, 1e-9), 0.0)
     grads = pin(jax.tree.map(lambda g: g * scale.astype(g.dtype), grads))
     return grads, {
         "loss": sums["nll"] * scale,
         "z_loss": config.z_loss * sums["log_z_squared"] * scale,
-        "weight": weight,
+        "weight": jnp.sum(counted),
     }
 
 
@@ -179,9 +210,19 @@ def make_trainer(experiment: Experiment, model, mesh: Mesh) -> Trainer:
 
     def step(state, batch):
         params, opt_state = state["params"], state["opt_state"]
+        warm = experiment.inner_lr
+        inner_lr = inner_lr_scale(warm, updates_done(opt_state)) if warm.active else None
         grads, metrics = gradients(
-            model, experiment.loss, params, batch, accumulation_steps=k, mesh=mesh
+            model,
+            experiment.loss,
+            params,
+            batch,
+            inner_lr=inner_lr,
+            accumulation_steps=k,
+            mesh=mesh,
         )
+        if inner_lr is not None:
+            metrics["inner_lr_scale"] = inner_lr
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(metrics["loss"] + metrics["z_loss"]) & jnp.isfinite(grad_norm)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
@@ -226,15 +267,18 @@ def make_trainer(experiment: Experiment, model, mesh: Mesh) -> Trainer:
 
 
 def make_eval_step(model, config: LossConfig, mesh: Mesh, rows: int, sequence_length: int):
-    """((params, batch) -> (sum of weighted nll, sum of weights) float32 scalars, sharding of the
-    batch)."""
+    """((params, batch) -> float32 scalars, sharding of the batch).
+
+    The scalars: sum of weighted nll, sum of the weights that count, sum of all weights.
+    """
     of_batch = batch_sharding(
         mesh, rows, sequence_length, f"An evaluation batch of batch_size={rows}"
     )
 
     def step(params, batch):
-        _, sums = loss_sums(model, config, params, batch)
-        return sums["nll"], jnp.sum(batch["weights"])
+        counted = token_weights(config, batch)
+        _, sums = loss_sums(model, config, params, batch | {"weights": counted})
+        return sums["nll"], jnp.sum(counted), jnp.sum(batch["weights"])
 
     jitted = jax.jit(
         step,

@@ -4,12 +4,13 @@
 in this folder)."""
 
 from jaxmodels.ttt.config import TTT, TTTMLP, TTTLinear
-from jaxmodels.ttt.layer import TTTLayer, TTTLayerState
+from jaxmodels.ttt.layer import STATISTICS, TTTLayer, TTTLayerState
 from jaxmodels.ttt.official import from_official, to_official
 from jaxmodels.ttt.presets import PRESETS, ttt_linear, ttt_mlp
 
 __all__ = [
     "PRESETS",
+    "STATISTICS",
     "TTT",
     "TTTMLP",
     "TTTLayer",

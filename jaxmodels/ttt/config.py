@@ -91,13 +91,13 @@ class TTT(MixerConfig):
         raise NotImplementedError
 
     def flops_per_token(self, d_model, sequence_length):
-        K, b = self.head_dim(d_model), self.mini_batch_size
-        D, inner = d_model, self.num_heads * self._inner_flops(K, b)
+        D, inner = d_model, self.num_heads * self.inner_flops(self.head_dim(d_model))
         convolutions = 4 * D * self.conv_width if self.backbone == "mamba" else 0
         # q (with k), v, output and gate, or q, k, v and output: four products either way.
         return 8 * D * D + convolutions + 2 * D * self.num_heads + inner
 
-    def _inner_flops(self, K: int, b: int) -> int:
+    def inner_flops(self, head_dim: int) -> int:
+        """FLOPs of the inner loop per token and head."""
         raise NotImplementedError
 
 
@@ -112,8 +112,8 @@ class TTTLinear(TTT):
     def operations(self):
         return Operations(ttt_linear.ttt_linear, ttt_linear.init_state, ttt_linear.inner_losses)
 
-    def _inner_flops(self, K, b):
-        return 6 * K * K + 4 * b * K
+    def inner_flops(self, head_dim):
+        return (6 * head_dim + 4 * self.mini_batch_size) * head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,5 +132,5 @@ class TTTMLP(TTT):
     def operations(self):
         return Operations(ttt_mlp.ttt_mlp, ttt_mlp.init_state, ttt_mlp.inner_losses)
 
-    def _inner_flops(self, K, b):
-        return 56 * K * K + 20 * b * K
+    def inner_flops(self, head_dim):
+        return (56 * head_dim + 20 * self.mini_batch_size) * head_dim

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import max_abs
-from small_models import tiny, tokens
+from small_models import MIXERS, tiny, tokens
 
 import jaxmodels
 from jaxmodels.generate import prefill
@@ -17,7 +17,7 @@ from jaxmodels.generate import prefill
 LENGTH = 29  # not a multiple of the inner mini-batch of 8
 
 
-@pytest.fixture(scope="module", params=["attention", "ttt_linear"])
+@pytest.fixture(scope="module", params=MIXERS)
 def case(request):
     model, params = tiny(request.param)
     x = tokens(3, LENGTH)
@@ -66,6 +66,26 @@ def test_ragged_rows_are_independent_of_their_padding(case):
             assert max_abs(out[row, 0], full[row, at[row]]) < 2e-5
 
 
+def test_padding_on_the_left_or_anywhere_is_ignored(case):
+    model, params, x, full, step = case
+    apply = jax.jit(lambda p, x, valid: model.apply(p, x, valid=valid))
+    left = np.arange(LENGTH + 6) >= np.array([[6], [11], [0]])
+    scattered = np.random.default_rng(0).random((3, LENGTH + 6)) < 0.7
+    for valid in (left, scattered):
+        valid = valid & (np.cumsum(valid, 1) <= LENGTH)
+        place = np.cumsum(valid, 1) - 1
+        padded = np.where(valid, np.take_along_axis(np.asarray(x), np.maximum(place, 0), 1), -1)
+        at = 13  # with and without a state, the padding cut in two
+        first, state = step(
+            params, padded[:, :at], model.init_state(params, 3, LENGTH), valid[:, :at]
+        )
+        second, _ = step(params, padded[:, at:], state, valid[:, at:])
+        for out in (apply(params, padded, valid), np.concatenate([first, second], 1)):
+            for row in range(3):
+                real = valid[row]
+                assert max_abs(out[row][real], full[row, : real.sum()]) < 2e-5
+
+
 def test_greedy_generation_equals_repeated_full_forwards(case):
     model, params, *_ = case
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1]]
@@ -89,8 +109,9 @@ def test_a_full_cache_gives_nan_not_a_wrong_answer():
     assert np.isnan(out).all()
 
 
-def test_ttt_state_does_not_grow():
-    model, params = tiny("ttt_linear")
+@pytest.mark.parametrize("mixer", ["ttt_linear", "ttt_mlp_mamba"])
+def test_ttt_state_does_not_grow(mixer):
+    model, params = tiny(mixer)
     short, long = (model.init_state(params, 2, length) for length in (8, 8000))
     assert jax.tree.map(jnp.shape, short) == jax.tree.map(jnp.shape, long)
 

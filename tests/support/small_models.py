@@ -9,7 +9,9 @@ import jaxmodels
 MIXERS = {
     "attention": jaxmodels.Attention(num_heads=4, num_kv_heads=2),
     "ttt_linear": jaxmodels.TTTLinear(num_heads=4, mini_batch_size=8),
+    "ttt_mlp_mamba": jaxmodels.TTTMLP(num_heads=4, mini_batch_size=8, backbone="mamba"),
 }
+PRE_CONV = {"ttt_mlp_mamba": jaxmodels.CausalConv()}
 
 
 def tiny(mixer="ttt_linear", **changes):
@@ -21,6 +23,7 @@ def tiny(mixer="ttt_linear", **changes):
         mixer=MIXERS[mixer],
         channel=jaxmodels.SwiGLU(d_ff=48),
         dtype="float32",
+        pre_conv=PRE_CONV.get(mixer),
     )
     model = jaxmodels.build(jaxmodels.DecoderConfig(**(fields | changes)))
     params = model.init(jax.random.key(0))

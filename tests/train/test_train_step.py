@@ -188,7 +188,7 @@ def test_evaluation_sums_are_those_of_the_losses():
     params = trainer().init(jax.random.key(0))["params"]
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     step, sharding = make_eval_step(model, LossConfig(chunk=16), mesh, ROWS, LENGTH)
-    nll, weight = step(params, to_global(batch, sharding, ROWS))
+    nll, weight, _ = step(params, to_global(batch, sharding, ROWS))
     logits = model.apply(params, batch["tokens"])
     want = np.sum(jaxmodels.losses.cross_entropy(logits, batch["targets"])[0] * batch["weights"])
     np.testing.assert_allclose(float(nll), want, rtol=1e-5)

@@ -65,6 +65,11 @@ class DocumentRows:
         """Share of positions that are not padding."""
         return self.file.num_tokens / (len(self) * self.length)
 
+    @property
+    def most_documents(self) -> int:
+        """Documents in the row that holds most of them."""
+        return int(np.diff(self._plan[0]).max())
+
     @functools.cached_property
     def _plan(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return pack(np.asarray(self.file.ends), self.length)
