@@ -1,0 +1,587 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""The TPU kernels of both TTT operations, around the arithmetic of one mini-batch that each brings.
+
+Several heads stand side by side in the lanes (two for K = 64), each sequence's heads in turn: a
+*pack*. Weights of a pack are stored compact, [K, heads columns], and worked with block-diagonal,
+[heads K, heads columns]; a product of all tokens with a block-diagonal weight serves every head of
+the pack. Products of tokens with tokens take one factor stacked: [heads b, lanes], where the rows
+of head h are zero outside the lanes of head h.
+
+Grid: (blocks of packs, time), time in order. The weights stay in VMEM, float32, from the first
+mini-batch to the last; tokens come and go in double-buffered tiles.
+
+Letters: B batch, H heads, T tokens, K head width, b tokens in a mini-batch, n mini-batches,
+N packs in a block, L = heads K lanes, S = heads b stacked rows, C columns of a weight (1 row for a
+bias). Inside, everything is float32 and has the leading axis N.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.varying import match_varying
+
+LANES = 128
+VMEM_LIMIT = 48 * 2**20  # of 128 MiB (v5e, v6e) or 64 MiB (v5p)
+BLOCK_BUDGET = 24 * 2**20  # what the blocks may take of it; the rest is for values between
+
+
+class Pack(NamedTuple):
+    """How the arithmetic has to be done: static."""
+
+    heads: int
+    """Heads side by side in the lanes."""
+    exact: bool
+    """Products of float32 at full precision; else their factors are rounded to bfloat16."""
+    eps: float
+
+
+class Arithmetic(Protocol):
+    """One mini-batch of an operation. lr (N, 1, S), pos (b, 1), gamma and beta (N, 1, L)."""
+
+    def forward(self, q, k, v, lr, pos, weights, gamma, beta, pack):
+        """The output and the next weights."""
+
+    def advance(self, k, v, lr, pos, weights, gamma, beta, pack):
+        """The next weights alone."""
+
+    def backward(self, q, k, v, lr, pos, weights, gamma, beta, d_out, d_weights, pack):
+        """Cotangents: (dq, dk, dv), dlr, (dpos (N, b, 1), dgamma, dbeta) and those of weights."""
+
+
+# Pieces of the arithmetic.
+
+
+def _own(shape, axis, head, heads):
+    """Where an index along `axis` belongs to one of the heads."""
+    width = shape[axis] // heads
+    index = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+    return (index >= head * width) & (index < (head + 1) * width)
+
+
+def dot(x, y, x_axis, y_axis, pack):
+    """Product of (N, ...) matrices over these axes, counted without N."""
+    if not pack.exact:
+        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    precision = jax.lax.Precision.HIGHEST if pack.exact else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((x_axis + 1,), (y_axis + 1,)), ((0,), (0,))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def sums(x, pack):
+    """Per head and token: the sum over its lanes, (N, b, 1) for each head."""
+    if pack.heads == 1:
+        return [jnp.sum(x, -1, keepdims=True)]
+    own = (_own(x.shape, 2, h, pack.heads) for h in range(pack.heads))
+    return [jnp.sum(jnp.where(mask, x, 0), -1, keepdims=True) for mask in own]
+
+
+def spread(columns, shape):
+    """The inverse: one (N, b, 1) per head over the head's lanes."""
+    total = jnp.broadcast_to(columns[0], shape)
+    for h, column in enumerate(columns[1:], 1):
+        total = jnp.where(_own(shape, 2, h, len(columns)), column, total)
+    return total
+
+
+def mean(x, pack):
+    """Mean over each head's lanes, at all of them."""
+    size = x.shape[-1] // pack.heads
+    return spread([total / size for total in sums(x, pack)], x.shape)
+
+
+def normalise(z, pack):
+    """LN without scale and bias, and 1 / sigma."""
+    centred = z - mean(z, pack)
+    inverse = jax.lax.rsqrt(mean(centred * centred, pack) + pack.eps)
+    return centred * inverse, inverse
+
+
+def normalise_input_gradient(g, x_hat, inverse, pack):
+    """Cotangent of z, given the cotangent g of x_hat = LN(z)."""
+    return (g - mean(g, pack) - x_hat * mean(g * x_hat, pack)) * inverse
+
+
+def learn(z, k, v, gamma, beta, pack):
+    """From the inner prediction z: LN(z), 1 / sigma, and the inner gradient G with respect to z,
+    one row per token."""
+    x_hat, inverse = normalise(z, pack)
+    h = gamma * (gamma * x_hat + beta - v + k)
+    return x_hat, inverse, normalise_input_gradient(h, x_hat, inverse, pack)
+
+
+def learn_transpose(dg, learned, k, v, gamma, beta, pack):
+    """Cotangents of z, of k - v, and of gamma (by token), from that of G = J(H; x_hat, sigma),
+    H = gamma R: the derivative of a derivative of LN."""
+    x_hat, inverse, g = learned
+    r = gamma * x_hat + beta - v + k
+    h = gamma * r
+    slope = mean(dg * x_hat, pack)
+    dh = (dg - mean(dg, pack) - x_hat * slope) * inverse
+    dr = gamma * dh
+    dx = gamma * dr - inverse * (dg * mean(h * x_hat, pack) + h * slope)
+    dz = normalise_input_gradient(dx, x_hat, inverse, pack)
+    dz = dz - x_hat * inverse * mean(dg * g, pack)
+    return dz, dr, dh * r + dr * x_hat
+
+
+def stack(x, pack):
+    """(N, b, lanes) to (N, S, lanes): rows of head h are zero outside its lanes."""
+    if pack.heads == 1:
+        return x
+    own = (_own(x.shape, 2, h, pack.heads) for h in range(pack.heads))
+    return jnp.concatenate([jnp.where(mask, x, 0) for mask in own], 1)
+
+
+def unstack(x, pack):
+    """(N, S, lanes) to (N, b, lanes): from the rows of head h, its lanes."""
+    rows = x.shape[1] // pack.heads
+    total = x[:, :rows]
+    for h in range(1, pack.heads):
+        own = _own(total.shape, 2, h, pack.heads)
+        total = jnp.where(own, x[:, h * rows : (h + 1) * rows], total)
+    return total
+
+
+def lower(x, pack):
+    """(N, b, S): zero where the token of the column comes after that of the row."""
+    row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 2)
+    keep = column <= row
+    for h in range(1, pack.heads):
+        start = h * x.shape[1]
+        keep |= (column >= start) & (column <= start + row)
+    return jnp.where(keep, x, 0)
+
+
+def _diagonal(shape, head):
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 2) == row + head * shape[1]
+
+
+def as_columns(row, b, pack):
+    """(N, 1, S) to one (N, b, 1) per head."""
+    shape = (row.shape[0], b, row.shape[2])
+    return [
+        jnp.sum(jnp.where(_diagonal(shape, h), row, 0), -1, keepdims=True)
+        for h in range(pack.heads)
+    ]
+
+
+def rates(lr, b, width, pack):
+    """lr (N, 1, S) over the lanes of each token's head, (N, b, width)."""
+    return spread(as_columns(lr, b, pack), (lr.shape[0], b, width))
+
+
+def as_row(columns):
+    """One (N, b, 1) per head to (N, 1, S)."""
+    N, b, _ = columns[0].shape
+    shape = (N, b, b * len(columns))
+    total = jnp.where(_diagonal(shape, 0), columns[0], 0)
+    for h, column in enumerate(columns[1:], 1):
+        total = jnp.where(_diagonal(shape, h), column, total)
+    return jnp.sum(total, 1, keepdims=True)
+
+
+def d_positions(de, lr, mg):
+    """Cotangent of pos, (N, b, 1), from that of E = pos lr and, (N, 1, S), of the last step."""
+    row = jax.lax.broadcasted_iota(jnp.int32, de.shape, 1)
+    return jnp.sum(lr * (de - jnp.where(row == de.shape[1] - 1, mg, 0)), -1, keepdims=True)
+
+
+def block_diagonal(w, pack):
+    """Zeroes what mixes heads in (N, L, C)."""
+    if pack.heads == 1:
+        return w
+    keep = _own(w.shape, 1, 0, pack.heads) & _own(w.shape, 2, 0, pack.heads)
+    for h in range(1, pack.heads):
+        keep |= _own(w.shape, 1, h, pack.heads) & _own(w.shape, 2, h, pack.heads)
+    return jnp.where(keep, w, 0)
+
+
+def _expand(w, pack):
+    """Compact (N, K, C) to block-diagonal (N, L, C); a bias (N, 1, C) stays."""
+    if w.shape[1] == 1 or pack.heads == 1:
+        return w
+    return block_diagonal(jnp.concatenate([w] * pack.heads, 1), pack)
+
+
+def _fold(w, rows):
+    """The inverse of `_expand`, to `rows` rows."""
+    return sum(w[:, i : i + rows] for i in range(0, w.shape[1], rows))
+
+
+# Layout in memory.
+
+
+def _heads_in_pack(B, H, K):
+    return max(h for h in range(1, B * H + 1) if B * H % h == 0 and (h == 1 or h * K <= LANES))
+
+
+def _pack_tokens(x, b, heads):
+    """(B, H, T, K) to (packs, n, b, L)."""
+    B, H, T, K = x.shape
+    x = x.reshape(B * H // heads, heads, T // b, b, K)
+    return x.transpose(0, 2, 3, 1, 4).reshape(-1, T // b, b, heads * K)
+
+
+def _unpack_tokens(x, B, H, heads):
+    packs, n, b, L = x.shape
+    x = x.reshape(packs, n, b, heads, L // heads)
+    return x.transpose(0, 3, 1, 2, 4).reshape(B, H, n * b, L // heads)
+
+
+def _pack_rates(lr, b, heads, tile):
+    """(B, H, T) to (packs, tiles, tile, S), zero after the last mini-batch."""
+    B, H, T = lr.shape
+    lr = lr.reshape(B * H // heads, heads, T // b, b).transpose(0, 2, 1, 3)
+    lr = jnp.pad(lr, ((0, 0), (0, -(T // b) % tile), (0, 0), (0, 0)))
+    return lr.reshape(lr.shape[0], -1, tile, heads * b)
+
+
+def _unpack_rates(lr, B, H, T, heads):
+    packs, tiles, tile, S = lr.shape
+    lr = lr.reshape(packs, tiles * tile, heads, S // heads)[:, : T * heads // S]
+    return lr.transpose(0, 2, 1, 3).reshape(B, H, T)
+
+
+def _pack_weight(w, heads):
+    """(..., B, H, K or 1, C) to (..., packs, K or 1, heads C)."""
+    *lead, B, H, K, C = w.shape
+    w = w.reshape(*lead, B * H // heads, heads, K, C)
+    return jnp.swapaxes(w, -3, -2).reshape(*lead, B * H // heads, K, heads * C)
+
+
+def _unpack_weight(w, B, H):
+    *lead, packs, K, C = w.shape
+    heads = B * H // packs
+    w = jnp.swapaxes(w.reshape(*lead, packs, K, heads, C // heads), -3, -2)
+    return w.reshape(*lead, B, H, K, C // heads)
+
+
+def _pack_vector(x, B, heads):
+    """(H, K) to (packs, 1, L)."""
+    return _pack_weight(jnp.broadcast_to(x[:, None], (B, x.shape[0], 1, x.shape[1])), heads)
+
+
+def _tile_bytes(shape, dtype=jnp.float32):
+    """What an array takes in VMEM, its last two axes padded to whole tiles."""
+    size = jnp.dtype(dtype).itemsize
+    *lead, rows, lanes = (1, *shape)
+    total = -(-rows // (32 // size)) * (32 // size) * -(-lanes // LANES) * LANES * size
+    for x in lead:
+        total *= x
+    return total
+
+
+class _Sizes(NamedTuple):
+    heads: int
+    packs: int
+    b: int
+    K: int
+    columns: tuple
+    """Rows and columns of each weight of one head."""
+    dtype: Any
+
+    def compact(self):
+        return sum(_tile_bytes((r, self.heads * c)) for r, c in self.columns)
+
+    def expanded(self):
+        return sum(
+            _tile_bytes((r if r == 1 else self.heads * r, self.heads * c)) for r, c in self.columns
+        )
+
+    def mini_batch(self, arrays):
+        """Tokens of `arrays` arrays, double-buffered."""
+        rates = 2 * 2 * _tile_bytes((1, self.heads * self.b)) // 8
+        return 2 * arrays * _tile_bytes((self.b, self.heads * self.K), self.dtype) + rates
+
+    def values(self, arrays):
+        """A generous count of what lives between: tiles of tokens as wide as the weights."""
+        wide = max(c for _, c in self.columns) * self.heads
+        return arrays * _tile_bytes((self.heads * self.b, wide))
+
+
+def _sizes(q, pos_scale, weights):
+    B, H, _, K = q.shape
+    heads = _heads_in_pack(B, H, K)
+    columns = tuple(x.shape[2:] for x in weights)
+    return _Sizes(heads, B * H // heads, pos_scale.shape[0], K, columns, q.dtype)
+
+
+def forward_bytes(sizes, tile):
+    """VMEM of the forward kernel, one pack per block."""
+    weights = 6 * sizes.compact() + 2 * sizes.expanded()
+    return weights + tile * sizes.mini_batch(4) + sizes.values(6)
+
+
+def backward_bytes(sizes, tile):
+    """VMEM of the backward kernel, one pack per block."""
+    weights = (tile + 6) * sizes.compact() + 3 * sizes.expanded()
+    return weights + tile * sizes.mini_batch(7) + sizes.values(16)
+
+
+def _most(limit, count, fits):
+    """The largest divisor of `count` up to `limit` that fits, or 1."""
+    return max(x for x in range(1, min(limit, count) + 1) if count % x == 0 and (x == 1 or fits(x)))
+
+
+# The kernels.
+
+
+def forward(arithmetic, q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):
+    """The contract of every implementation; weights (B, H, K, C) or, for a bias, (B, H, 1, C)."""
+    arrays = (q, k, v, lr, pos_scale, weights, gamma, beta)
+    q, k, v, lr, pos_scale, weights, gamma, beta = match_varying(arrays)
+    B, H, T, K = q.shape
+    sizes = _sizes(q, pos_scale, weights)
+    b, heads, packs = sizes.b, sizes.heads, sizes.packs
+    n = T // b
+    every = min(every, n)
+    tile = _most(every, every, lambda x: forward_bytes(sizes, x) <= BLOCK_BUDGET)
+    N = _most(4, packs, lambda x: x * forward_bytes(sizes, tile) <= BLOCK_BUDGET)
+    tiles, per_group = pl.cdiv(n, tile), every // tile
+    pack = Pack(heads, q.dtype == jnp.float32, eps)
+    count = len(weights)
+
+    def kernel(q, k, v, lr, pos, gamma, beta, *refs):
+        given, refs = refs[:count], refs[count:]
+        out, last, starts, state = refs[0], *(refs[1 + i * count :][:count] for i in range(3))
+        step = pl.program_id(1)
+
+        @pl.when(step == 0)
+        def _():
+            _copy(state, (_expand(x[...], pack) for x in given))
+
+        @pl.when(jax.lax.rem(step, per_group) == 0)
+        def _():
+            _copy(starts, (_fold(x[...], ref.shape[1]) for ref, x in zip(starts, state)))
+
+        def mini_batch(i, _):
+            read, new = arithmetic.forward(
+                *(x[:, i].astype(jnp.float32) for x in (q, k, v)),
+                lr[:, 0, pl.ds(i, 1)],
+                pos[...],
+                _values(state),
+                gamma[...],
+                beta[...],
+                pack,
+            )
+            out[:, i] = read.astype(out.dtype)
+            _copy(state, new)
+
+        jax.lax.fori_loop(0, jnp.minimum(tile, n - step * tile), mini_batch, None)
+
+        @pl.when(step == tiles - 1)
+        def _():
+            _copy(last, (_fold(x[...], ref.shape[1]) for ref, x in zip(last, state)))
+
+    tokens = pl.BlockSpec((N, tile, b, heads * K), lambda c, t: (c, t, 0, 0))
+    rates = pl.BlockSpec((N, 1, tile, heads * b), lambda c, t: (c, t, 0, 0))
+    vector = pl.BlockSpec((N, 1, heads * K), lambda c, t: (c, 0, 0))
+    packed = [_pack_weight(w, heads) for w in weights]
+    whole = [pl.BlockSpec((N, *w.shape[1:]), lambda c, t: (c, 0, 0)) for w in packed]
+    group = [
+        pl.BlockSpec((None, N, *w.shape[1:]), lambda c, t: (jax.lax.div(t, per_group), c, 0, 0))
+        for w in packed
+    ]
+    groups = pl.cdiv(n, every)
+    out, *states = pl.pallas_call(
+        kernel,
+        grid=(packs // N, tiles),
+        in_specs=[*[tokens] * 3, rates, _everything((b, 1)), vector, vector, *whole],
+        out_specs=[tokens, *whole, *group],
+        out_shape=[
+            _like(q, (packs, n, b, heads * K), q.dtype),
+            *(_like(q, w.shape) for w in packed),
+            *(_like(q, (groups, *w.shape)) for w in packed),
+        ],
+        scratch_shapes=[_state(w, N, heads) for w in packed],
+        compiler_params=_in_time(),
+        name="ttt_forward",
+    )(
+        *(_pack_tokens(x, b, heads) for x in (q, k, v)),
+        _pack_rates(lr, b, heads, tile),
+        pos_scale[:, None],
+        *(_pack_vector(x, B, heads) for x in (gamma, beta)),
+        *packed,
+    )
+    states = [_unpack_weight(w, B, H) for w in states]
+    return _unpack_tokens(out, B, H, heads), tuple(states[:count]), tuple(states[count:])
+
+
+def backward(
+    arithmetic, q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, eps, every
+):
+    """The contract of every implementation, weights as in `forward`.
+
+    Where the states of a whole group do not fit in VMEM, the forward kernel runs again and stores
+    more of them.
+    """
+    arrays = (q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights)
+    arrays = match_varying(arrays)
+    q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights = arrays
+    B, H, T, K = q.shape
+    sizes = _sizes(q, pos_scale, d_weights)
+    b, heads, packs = sizes.b, sizes.heads, sizes.packs
+    n = T // b
+    every = min(every, n)
+    tile = next(x for x in range(every, 0, -1) if backward_bytes(sizes, x) <= BLOCK_BUDGET)
+    if tile < every:
+        first = tuple(x[0] for x in starts)
+        starts = forward(
+            arithmetic, q, k, v, lr, pos_scale, first, gamma, beta, eps=eps, every=tile
+        )[2]
+    N = _most(4, packs, lambda x: x * backward_bytes(sizes, tile) <= BLOCK_BUDGET)
+    groups = pl.cdiv(n, tile)
+    pack = Pack(heads, q.dtype == jnp.float32, eps)
+    count = len(d_weights)
+
+    def kernel(q, k, v, lr, pos, gamma, beta, d_out, *refs):
+        starts, given, refs = refs[:count], refs[count : 2 * count], refs[2 * count :]
+        (dq, dk, dv, dlr, *d_shared), refs = refs[:7], refs[7:]
+        d_first, state, d_state, states = (refs[i * count :][:count] for i in range(4))
+        step = pl.program_id(1)
+
+        @pl.when(step == 0)
+        def _():
+            _copy(d_state, (_expand(x[...], pack) for x in given))
+            _copy(d_shared, (jnp.zeros(x.shape, x.dtype) for x in d_shared))
+
+        members = jnp.minimum(tile, n - (groups - 1 - step) * tile)
+        _copy(state, (_expand(x[...], pack) for x in starts))
+
+        def tokens(i, *refs):
+            return tuple(x[:, i].astype(jnp.float32) for x in refs)
+
+        def rerun(i, _):
+            now = _values(state)
+            for ref, x in zip(states, now):
+                ref[i] = _fold(x, ref.shape[2])
+            rates = lr[:, 0, pl.ds(i, 1)]
+            new = arithmetic.advance(
+                *tokens(i, k, v), rates, pos[...], now, gamma[...], beta[...], pack
+            )
+            _copy(state, new)
+
+        def mini_batch(i, _):
+            i = members - 1 - i
+            grads, d_rates, shared, d_new = arithmetic.backward(
+                *tokens(i, q, k, v),
+                lr[:, 0, pl.ds(i, 1)],
+                pos[...],
+                tuple(_expand(x[i], pack) for x in states),
+                gamma[...],
+                beta[...],
+                *tokens(i, d_out),
+                _values(d_state),
+                pack,
+            )
+            for ref, x in zip((dq, dk, dv), grads):
+                ref[:, i] = x.astype(ref.dtype)
+            dlr[:, 0, pl.ds(i, 1)] = d_rates
+            _copy(d_shared, (ref[...] + x for ref, x in zip(d_shared, shared)))
+            _copy(d_state, d_new)
+
+        jax.lax.fori_loop(0, members, rerun, None)
+        jax.lax.fori_loop(0, members, mini_batch, None)
+
+        @pl.when(step == groups - 1)
+        def _():
+            _copy(d_first, (_fold(x[...], ref.shape[1]) for ref, x in zip(d_first, d_state)))
+
+    def back(*rest):
+        return lambda c, t: (c, groups - 1 - t, *rest)
+
+    tokens = pl.BlockSpec((N, tile, b, heads * K), back(0, 0))
+    rates = pl.BlockSpec((N, 1, tile, heads * b), back(0, 0))
+    vector = pl.BlockSpec((N, 1, heads * K), lambda c, t: (c, 0, 0))
+    position = pl.BlockSpec((N, b, 1), lambda c, t: (c, 0, 0))
+    packed = [_pack_weight(w, heads) for w in d_weights]
+    whole = [pl.BlockSpec((N, *w.shape[1:]), lambda c, t: (c, 0, 0)) for w in packed]
+    group = [
+        pl.BlockSpec((None, N, *w.shape[1:]), lambda c, t: (groups - 1 - t, c, 0, 0))
+        for w in packed
+    ]
+    by_token = (packs, n, b, heads * K)
+    dq, dk, dv, dlr, dpos, dgamma, dbeta, *d_first = pl.pallas_call(
+        kernel,
+        grid=(packs // N, groups),
+        in_specs=[
+            *[tokens] * 3,
+            rates,
+            _everything((b, 1)),
+            vector,
+            vector,
+            tokens,
+            *group,
+            *whole,
+        ],
+        out_specs=[*[tokens] * 3, rates, position, vector, vector, *whole],
+        out_shape=[
+            *[_like(q, by_token, q.dtype)] * 3,
+            _like(q, (packs, groups, tile, heads * b)),
+            _like(q, (packs, b, 1)),
+            *[_like(q, (packs, 1, heads * K))] * 2,
+            *(_like(q, w.shape) for w in packed),
+        ],
+        scratch_shapes=[
+            *[_state(w, N, heads) for w in packed] * 2,
+            *(pltpu.VMEM((tile, N, *w.shape[1:]), jnp.float32) for w in packed),
+        ],
+        compiler_params=_in_time(),
+        name="ttt_backward",
+    )(
+        *(_pack_tokens(x, b, heads) for x in (q, k, v)),
+        _pack_rates(lr, b, heads, tile),
+        pos_scale[:, None],
+        *(_pack_vector(x, B, heads) for x in (gamma, beta)),
+        _pack_tokens(d_out, b, heads),
+        *(_pack_weight(w, heads) for w in starts),
+        *packed,
+    )
+    return (
+        *(_unpack_tokens(x, B, H, heads) for x in (dq, dk, dv)),
+        _unpack_rates(dlr, B, H, T, heads),
+        jnp.sum(dpos, (0, 2)),
+        tuple(_unpack_weight(w, B, H) for w in d_first),
+        *(jnp.sum(x.reshape(B, H, K), 0) for x in (dgamma, dbeta)),
+    )
+
+
+def _copy(refs, values):
+    for ref, x in zip(refs, list(values)):
+        ref[...] = x
+
+
+def _values(refs):
+    return tuple(x[...] for x in refs)
+
+
+def _like(q, shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(q).manual_axis_type)
+
+
+def _state(packed, N, heads):
+    """Scratch for a block-diagonal weight, or a bias."""
+    _, rows, columns = packed.shape
+    return pltpu.VMEM((N, rows if rows == 1 else heads * rows, columns), jnp.float32)
+
+
+def _everything(shape):
+    return pl.BlockSpec(shape, lambda c, t: (0,) * len(shape))
+
+
+def _in_time():
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+    )
