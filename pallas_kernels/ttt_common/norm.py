@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""The inner layer norm, without its scale and bias, and its derivative. Statistics over the last
+"""The inner layer norm, without its scale and bias, and its derivatives. Statistics over the last
 axis."""
 
+import jax
 import jax.numpy as jnp
 
 
@@ -17,3 +18,48 @@ def normalise_input_gradient(g, x_hat, sigma):
     """Cotangent of z, given the cotangent g of x_hat = normalise(z)."""
     mean = jnp.mean(g, -1, keepdims=True)
     return (g - mean - x_hat * jnp.mean(g * x_hat, -1, keepdims=True)) / sigma
+
+
+# The same with 1 / sigma, which is cheaper, and what only the dual form needs.
+
+
+def mean(x):
+    return jnp.mean(x, -1, keepdims=True)
+
+
+def whiten(z, eps):
+    """Like `normalise`, with 1 / sigma."""
+    centred = z - mean(z)
+    inverse = jax.lax.rsqrt(mean(centred * centred) + eps)
+    return centred * inverse, inverse
+
+
+def whiten_backward(g, x_hat, inverse):
+    """Like `normalise_input_gradient`, given 1 / sigma."""
+    return (g - mean(g) - x_hat * mean(g * x_hat)) * inverse
+
+
+def target_gradient(z, k, v, gamma, beta, eps):
+    """G, the gradient of 1/2 |k + gamma LN(z) + beta - v|^2 with respect to z.
+
+    Returns G, and LN(z) and 1 / sigma for `target_gradient_backward`.
+    """
+    x_hat, inverse = whiten(z, eps)
+    h = gamma * (gamma * x_hat + beta - v + k)
+    return whiten_backward(h, x_hat, inverse), x_hat, inverse
+
+
+def target_gradient_backward(dg, g, x_hat, inverse, k, v, gamma, beta):
+    """The derivative of G, which is itself a derivative through the norm.
+
+    Returns the cotangents of z and k (that of v is minus that of k), and those of gamma and beta
+    per token.
+    """
+    r = gamma * x_hat + beta - v + k
+    h = gamma * r
+    slope = mean(dg * x_hat)
+    dh = (dg - mean(dg) - x_hat * slope) * inverse
+    dr = gamma * dh
+    dx = gamma * dr - inverse * (dg * mean(h * x_hat) + h * slope)
+    dz = whiten_backward(dx, x_hat, inverse) - x_hat * inverse * mean(dg * g)
+    return dz, dr, dh * r + dr * x_hat, dr

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""TTT-MLP token by token: slow, obviously right, the truth for every other implementation.
+"""TTT-MLP for one token: slow, obviously right, the truth for every other implementation.
 
-Letters: B batch, H heads, T tokens, K head width, F inner hidden width, b inner mini-batch.
+Letters: B batch, H heads, K head width, F inner hidden width.
 """
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ttt_common.norm import normalise, normalise_input_gradient
+from pallas_kernels.ttt_common.scan import like
 from pallas_kernels.ttt_mlp.state import TTTMLPState
 
 
@@ -31,48 +32,25 @@ def inner_gradients(k, v, state, ln_scale, ln_bias, eps):
     return g1, g2, hidden
 
 
-def ttt_mlp_reference(
-    q, k, v, lr, pos_scale, state, ln_scale, ln_bias, *, phase, valid, eps, checkpoint_every
-):
-    """See `api.ttt_mlp`. `checkpoint_every` is not needed here."""
-    del checkpoint_every
-    B, _, T, _ = q.shape
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    size = pos_scale.shape[0]
-    phase = jnp.zeros((B,), jnp.int32) if phase is None else phase
-    valid = jnp.ones((B, T), bool) if valid is None else valid
+def one_token(q, k, v, lr, scale, last, state, ln_scale, ln_bias, *, eps):
+    """Learns from one token and reads with it.
 
-    def token(carry, inputs):
-        state, phase = carry
-        q, k, v, lr, valid = inputs
-        # The query too: its output means nothing, but its NaN times 0 would reach gradients.
-        q, k, v, lr = (
-            jnp.where(valid.reshape(B, *(1,) * (x.ndim - 1)), x, 0) for x in (q, k, v, lr)
-        )
-        g1, g2, hidden = inner_gradients(k, v, state, ln_scale, ln_bias, eps)
-        g1, g2 = lr[..., None] * g1, lr[..., None] * g2
-        start = state[:4]
-        sums = (
-            state.w1_sum + k[..., :, None] * g1[..., None, :],
-            state.b1_sum + g1,
-            state.w2_sum + hidden[..., :, None] * g2[..., None, :],
-            state.b2_sum + g2,
-        )
-        scale = pos_scale[phase]
-        w1, b1, w2, b2 = (x - _like(scale, x) * total for x, total in zip(start, sums))
-        read = gelu(jnp.einsum("bhk,bhkf->bhf", q, w1) + b1)
-        read, _ = normalise(jnp.einsum("bhf,bhfk->bhk", read, w2) + b2, eps)
-        out = q + ln_scale * read + ln_bias
-        last = (phase == size - 1) & valid
-        start = (jnp.where(_like(last, x), y, x) for x, y in zip(start, (w1, b1, w2, b2)))
-        sums = (jnp.where(_like(last, x), 0.0, x) for x in sums)
-        return (TTTMLPState(*start, *sums), (phase + valid) % size), out
-
-    by_token = [jnp.moveaxis(x, 2, 0) for x in (q, k, v, lr)] + [valid.T]
-    (state, _), out = jax.lax.scan(token, (state, phase), tuple(by_token))
-    return jnp.moveaxis(out, 0, 2), state
-
-
-def _like(per_row, x):
-    """(B,) with axes of size 1, so that it broadcasts against x (B, ...)."""
-    return per_row.reshape(-1, *(1,) * (x.ndim - 1))
+    q, k, v (B, H, K), lr (B, H); scale (B,) is the factor of the token's place; where last (B,),
+    the token ends its mini-batch. A token that is to be skipped has q, k, v, lr and last zero.
+    """
+    g1, g2, hidden = inner_gradients(k, v, state, ln_scale, ln_bias, eps)
+    g1, g2 = lr[..., None] * g1, lr[..., None] * g2
+    start = state[:4]
+    sums = (
+        state.w1_sum + k[..., :, None] * g1[..., None, :],
+        state.b1_sum + g1,
+        state.w2_sum + hidden[..., :, None] * g2[..., None, :],
+        state.b2_sum + g2,
+    )
+    w1, b1, w2, b2 = now = tuple(x - like(scale, x) * total for x, total in zip(start, sums))
+    read = gelu(jnp.einsum("bhk,bhkf->bhf", q, w1) + b1)
+    read, _ = normalise(jnp.einsum("bhf,bhfk->bhk", read, w2) + b2, eps)
+    out = q + ln_scale * read + ln_bias
+    start = (jnp.where(like(last, x), y, x) for x, y in zip(start, now))
+    sums = (jnp.where(like(last, x), 0.0, x) for x in sums)
+    return out, TTTMLPState(*start, *sums)
