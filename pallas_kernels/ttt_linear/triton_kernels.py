@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""The device code of `triton_gpu.py`. Imports triton.
+
+One program per sequence and head, the N of them in order; the letters are those of `xla.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.ttt_common.triton_kernels import (
+    add_product,
+    inner_gradient_backward,
+    input_gradient,
+    load_row,
+    load_tile,
+    lower,
+    normalise,
+    product,
+    store_row,
+    store_tile,
+)
+
+
+@triton.jit
+def learn(
+    k, v, w, bias, gamma, beta,
+    EPS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """LN of the inner prediction and 1 / sigma; R, H and the inner gradients G."""
+    x_hat, inverse = normalise(product(k, w, PRECISION) + bias, EPS, K, KP)
+    r = gamma * x_hat + beta - v + k
+    h = gamma * r
+    return x_hat, inverse, r, h, input_gradient(h, x_hat, inverse, K, KP)
+
+
+@triton.jit
+def forward_kernel(
+    q_, k_, v_, lr_, pos_, w0_, bias0_, gamma_, beta_, n,
+    out_, w_last_, bias_last_, w_starts_, bias_starts_,
+    EVERY: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
+    B: tl.constexpr, BP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    TILE: tl.constexpr = B == BP and K == KP
+    WEIGHT: tl.constexpr = K == KP
+    tokens = program * n * B
+    pos = load_row(pos_ + program * B, B, BP)
+    t_last = tl.load(pos_ + program * B + B - 1)
+    gamma = load_row(gamma_ + program * K, K, KP)[None, :]
+    beta = load_row(beta_ + program * K, K, KP)[None, :]
+    w = load_tile(w0_ + program * K * K, K, K, K, KP, KP, WEIGHT)
+    bias = load_row(bias0_ + program * K, K, KP)
+    for group in range(tl.cdiv(n, EVERY)):
+        place = group * programs + program
+        store_tile(w_starts_ + place * K * K, K, w, K, K, KP, KP, WEIGHT)
+        store_row(bias_starts_ + place * K, bias, K, KP)
+        for i in range(group * EVERY, min(n, group * EVERY + EVERY)):
+            at = tokens + i * B
+            k = load_tile(k_ + at * K, K, B, K, BP, KP, TILE)
+            v = load_tile(v_ + at * K, K, B, K, BP, KP, TILE)
+            q = load_tile(q_ + at * K, K, B, K, BP, KP, TILE)
+            lr = load_row(lr_ + at, B, BP)
+            _, _, _, _, g = learn(k, v, w, bias[None, :], gamma, beta, EPS, K, KP, PRECISION)
+            a = lower(1.0 + product(q, tl.trans(k), PRECISION), BP)
+            p = pos[:, None] * lr[None, :] * a
+            zb = product(q, w, PRECISION) - product(p, g, PRECISION) + bias[None, :]
+            y_hat, _ = normalise(zb, EPS, K, KP)
+            store_tile(out_ + at * K, K, q + gamma * y_hat + beta, B, K, BP, KP, TILE)
+            step = (t_last * lr)[:, None] * g
+            w -= product(tl.trans(k), step, PRECISION)
+            bias -= tl.sum(step, 0)
+    store_tile(w_last_ + program * K * K, K, w, K, K, KP, KP, WEIGHT)
+    store_row(bias_last_ + program * K, bias, K, KP)
+
+
+@triton.jit
+def backward_kernel(
+    q_, k_, v_, lr_, pos_, w_starts_, bias_starts_, gamma_, beta_, d_out_, dw_last_, dbias_last_, n,
+    dq_, dk_, dv_, dlr_, dpos_, dw_, dbias_, dgamma_, dbeta_, w_group_, bias_group_,
+    EVERY: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
+    B: tl.constexpr, BP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    TILE: tl.constexpr = B == BP and K == KP
+    WEIGHT: tl.constexpr = K == KP
+    tokens = program * n * B
+    w_group_ += program * EVERY * K * K
+    bias_group_ += program * EVERY * K
+    pos = load_row(pos_ + program * B, B, BP)
+    t_last = tl.load(pos_ + program * B + B - 1)
+    gamma = load_row(gamma_ + program * K, K, KP)[None, :]
+    beta = load_row(beta_ + program * K, K, KP)[None, :]
+    dw = load_tile(dw_last_ + program * K * K, K, K, K, KP, KP, WEIGHT)
+    dbias = load_row(dbias_last_ + program * K, K, KP)
+    dpos = tl.zeros((BP,), tl.float32)
+    dgamma = tl.zeros((BP, KP), tl.float32)
+    dbeta = tl.zeros((BP, KP), tl.float32)
+    groups = tl.cdiv(n, EVERY)
+    for reverse in range(groups):
+        group = groups - 1 - reverse
+        first = group * EVERY
+        members = min(EVERY, n - first)
+        place = group * programs + program
+        w = load_tile(w_starts_ + place * K * K, K, K, K, KP, KP, WEIGHT)
+        bias = load_row(bias_starts_ + place * K, K, KP)
+        tl.debug_barrier()  # the group after this one has read its states
+        for member in range(members):
+            store_tile(w_group_ + member * K * K, K, w, K, K, KP, KP, WEIGHT)
+            store_row(bias_group_ + member * K, bias, K, KP)
+            at = tokens + (first + member) * B
+            k = load_tile(k_ + at * K, K, B, K, BP, KP, TILE)
+            v = load_tile(v_ + at * K, K, B, K, BP, KP, TILE)
+            lr = load_row(lr_ + at, B, BP)
+            _, _, _, _, g = learn(k, v, w, bias[None, :], gamma, beta, EPS, K, KP, PRECISION)
+            step = (t_last * lr)[:, None] * g
+            w -= product(tl.trans(k), step, PRECISION)
+            bias -= tl.sum(step, 0)
+        tl.debug_barrier()  # the states are written
+        for back in range(members):
+            member = members - 1 - back
+            at = tokens + (first + member) * B
+            w = load_tile(w_group_ + member * K * K, K, K, K, KP, KP, WEIGHT)
+            bias = load_row(bias_group_ + member * K, K, KP)
+            k = load_tile(k_ + at * K, K, B, K, BP, KP, TILE)
+            v = load_tile(v_ + at * K, K, B, K, BP, KP, TILE)
+            q = load_tile(q_ + at * K, K, B, K, BP, KP, TILE)
+            do = load_tile(d_out_ + at * K, K, B, K, BP, KP, TILE)
+            lr = load_row(lr_ + at, B, BP)
+            x_hat, inverse, r, h, g = learn(
+                k, v, w, bias[None, :], gamma, beta, EPS, K, KP, PRECISION
+            )
+            a = lower(1.0 + product(q, tl.trans(k), PRECISION), BP)
+            e = pos[:, None] * lr[None, :]
+            zb = product(q, w, PRECISION) - product(e * a, g, PRECISION) + bias[None, :]
+            y_hat, y_inverse = normalise(zb, EPS, K, KP)
+
+            # Through the readings, and through the step to the next state.
+            dzb = input_gradient(gamma * do, y_hat, y_inverse, K, KP)
+            dp = -lower(product(dzb, tl.trans(g), PRECISION), BP)
+            de, da = dp * a, dp * e
+            step = (t_last * lr)[:, None]
+            m = product(k, dw, PRECISION) + dbias[None, :]
+            mg = tl.sum(m * g, 1)
+            dg = -product(tl.trans(e * a), dzb, PRECISION) - step * m
+            dk = product(tl.trans(da), q, PRECISION) - product(step * g, tl.trans(dw), PRECISION)
+            dgamma += do * y_hat
+            dbeta += do
+
+            dz, dr, dgamma_part = inner_gradient_backward(dg, g, h, r, x_hat, inverse, gamma, K, KP)
+            dgamma += dgamma_part
+            dbeta += dr
+            dq = do + product(dzb, tl.trans(w), PRECISION) + product(da, k, PRECISION)
+            dk += dr + product(dz, tl.trans(w), PRECISION)
+            store_tile(dq_ + at * K, K, dq, B, K, BP, KP, TILE)
+            store_tile(dk_ + at * K, K, dk, B, K, BP, KP, TILE)
+            store_tile(dv_ + at * K, K, -dr, B, K, BP, KP, TILE)
+            store_row(dlr_ + at, tl.sum(pos[:, None] * de, 0) - t_last * mg, B, BP)
+            dpos += tl.sum(de * lr[None, :], 1)
+            dpos -= tl.where(tl.arange(0, BP) == B - 1, tl.sum(mg * lr, 0), 0.0)
+            dw = add_product(dw, tl.trans(q), dzb, PRECISION)
+            dw = add_product(dw, tl.trans(k), dz, PRECISION)
+            dbias += tl.sum(dzb + dz, 0)
+    store_tile(dw_ + program * K * K, K, dw, K, K, KP, KP, WEIGHT)
+    store_row(dbias_ + program * K, dbias, K, KP)
+    store_row(dpos_ + program * B, dpos, B, BP)
+    store_row(dgamma_ + program * K, tl.sum(dgamma, 0), K, KP)
+    store_row(dbeta_ + program * K, tl.sum(dbeta, 0), K, KP)
