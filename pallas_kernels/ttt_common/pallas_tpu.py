@@ -52,6 +52,12 @@ class Arithmetic(Protocol):
     def backward(self, q, k, v, lr, pos, weights, gamma, beta, d_out, d_weights, pack):
         """Cotangents: (dq, dk, dv), dlr, (dpos (N, b, 1), dgamma, dbeta) and those of weights."""
 
+    def gather(self, k, v, weights, gamma, beta, pack):
+        """What a token adds to the sums; k and v (N, 1, K), one head in a pack."""
+
+    def predict(self, q, weights):
+        """The inner model before its last norm, (N, 1, K)."""
+
 
 # Pieces of the arithmetic.
 
@@ -180,6 +186,17 @@ def as_columns(row, b, pack):
 def rates(lr, b, width, pack):
     """lr (N, 1, S) over the lanes of each token's head, (N, b, width)."""
     return spread(as_columns(lr, b, pack), (lr.shape[0], b, width))
+
+
+def as_column(row):
+    """(N, 1, C) to (N, C, 1)."""
+    (column,) = as_columns(row, row.shape[2], Pack(1, True, 0.0))
+    return column
+
+
+def vector_product(row, w):
+    """(N, 1, R) times (N, R, C) without the matrix unit, which one row would leave idle."""
+    return jnp.sum(as_column(row) * w, 1, keepdims=True)
 
 
 def as_row(columns):
@@ -556,6 +573,70 @@ def backward(
         tuple(_unpack_weight(w, B, H) for w in d_first),
         *(jnp.sum(x.reshape(B, H, K), 0) for x in (dgamma, dbeta)),
     )
+
+
+def one_token(arithmetic, q, k, v, lr, scale, last, state, gamma, beta, *, eps):
+    """The contract of every implementation; state (B, H, rows, C), 1 row for a bias.
+
+    The state is read once and written once, in place where the caller gives it away.
+    """
+    arrays = (q, k, v, lr, scale, last.astype(jnp.float32), state, gamma, beta)
+    q, k, v, lr, scale, last, state, gamma, beta = match_varying(arrays)
+    B, H, K = q.shape
+    half = len(state) // 2
+    pack = Pack(1, True, eps)
+    flat = [x.reshape(B * H, *x.shape[2:]) for x in state]
+    size = sum(2 * 2 * _tile_bytes(x.shape[1:]) for x in flat)
+    N = _most(16, B * H, lambda x: x * size <= BLOCK_BUDGET // 2)
+
+    def kernel(q, k, v, lr, scale, last, gamma, beta, *refs):
+        given, out, new = refs[: 2 * half], refs[2 * half], refs[2 * half + 1 :]
+        q_, k_, v_ = (x[...].astype(jnp.float32) for x in (q, k, v))
+        weights = _values(given[:half])
+        more = arithmetic.gather(k_, v_, weights, gamma[...], beta[...], pack)
+        total = tuple(x[...] + lr[...] * y for x, y in zip(given[half:], more))
+        stepped = tuple(w - scale[...] * x for w, x in zip(weights, total))
+        y_hat, _ = normalise(arithmetic.predict(q_, stepped), pack)
+        out[...] = (q_ + gamma[...] * y_hat + beta[...]).astype(out.dtype)
+        ends = last[...] > 0
+        _copy(new[:half], (jnp.where(ends, x, w) for x, w in zip(stepped, weights)))
+        _copy(new[half:], (jnp.where(ends, 0, x) for x in total))
+
+    def by_head(x):
+        """(B, H, K) or (H, K) with a row of its own per head."""
+        return jnp.broadcast_to(x, (B, H, x.shape[-1])).reshape(B * H, 1, -1)
+
+    inputs = [by_head(x) for x in (q, k, v)]
+    inputs += [by_head(x[..., None]) for x in (lr, *(x[:, None] for x in (scale, last)))]
+    inputs += [by_head(x) for x in (gamma, beta)]
+    specs = [pl.BlockSpec((N, *x.shape[1:]), lambda c: (c, 0, 0)) for x in (*inputs, *flat)]
+    out, *new = pl.pallas_call(
+        kernel,
+        grid=(B * H // N,),
+        in_specs=specs,
+        out_specs=[specs[0], *specs[len(inputs) :]],
+        out_shape=[_like(q, (B * H, 1, K), q.dtype), *(_like(q, x.shape) for x in flat)],
+        input_output_aliases={len(inputs) + i: 1 + i for i in range(2 * half)},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        name="ttt_one_token",
+    )(*inputs, *flat)
+    return out.reshape(B, H, K), tuple(x.reshape(y.shape) for x, y in zip(new, state))
+
+
+def unsupported(K, b, columns, dtype) -> str | None:
+    """Why these sizes cannot run, or None; `columns` are rows and columns of each weight."""
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"the TPU kernels take float32 or bfloat16, not {jnp.dtype(dtype).name}"
+    sizes = _Sizes(max(1, LANES // K), 1, b, K, columns, dtype)
+    need = max(forward_bytes(sizes, 1), backward_bytes(sizes, 1))
+    if need > BLOCK_BUDGET:
+        return (
+            f"one mini-batch of {b} tokens with K = {K} needs {need / 2**20:.0f} MiB of VMEM, the "
+            f"TPU kernels use {BLOCK_BUDGET // 2**20}"
+        )
+    return None
 
 
 def _copy(refs, values):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ttt_common import pallas_tpu as common
 from pallas_kernels.ttt_common.pallas_tpu import dot
+from pallas_kernels.ttt_linear.state import TTTLinearState
 
 
 def _step(k, lr, pos, g, weights, pack):
@@ -80,7 +81,19 @@ def _backward(q, k, v, lr, pos, weights, gamma, beta, do, d_weights, pack):
     return (dq, dk, -dr), dlr, shared, (dw, dbias)
 
 
-_ARITHMETIC = types.SimpleNamespace(forward=_forward, advance=_advance, backward=_backward)
+def _gather(k, v, weights, gamma, beta, pack):
+    _, _, g = common.learn(_predict(k, weights), k, v, gamma, beta, pack)
+    return common.as_column(k) * g, g
+
+
+def _predict(q, weights):
+    w, bias = weights
+    return common.vector_product(q, w) + bias
+
+
+_ARITHMETIC = types.SimpleNamespace(
+    forward=_forward, advance=_advance, backward=_backward, gather=_gather, predict=_predict
+)
 
 
 def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):
@@ -104,6 +117,19 @@ def backward(q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, e
         every=every,
     )
     return *grads, _out(d_start), d_gamma, d_beta
+
+
+def one_token(q, k, v, lr, scale, last, state, gamma, beta, *, eps):
+    """The decode step: q, k, v (B, H, K), lr (B, H), scale and last (B,), the whole state."""
+    rows = tuple(x[..., None, :] if x.ndim == 3 else x for x in state)
+    out, new = common.one_token(_ARITHMETIC, q, k, v, lr, scale, last, rows, gamma, beta, eps=eps)
+    return out, TTTLinearState(*(x.reshape(y.shape) for x, y in zip(new, state)))
+
+
+def unsupported(K, b, F, dtype) -> str | None:
+    """Why these sizes cannot run, or None."""
+    del F
+    return common.unsupported(K, b, ((K, K), (1, K)), dtype)
 
 
 def _in(weights):

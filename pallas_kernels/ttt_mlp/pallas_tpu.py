@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.ttt_common import pallas_tpu as common
 from pallas_kernels.ttt_common.pallas_tpu import dot
-from pallas_kernels.ttt_mlp.gelu import gelu_and_slope, gelu_slope_and_bend
+from pallas_kernels.ttt_mlp.gelu import gelu, gelu_and_slope, gelu_slope_and_bend
+from pallas_kernels.ttt_mlp.state import TTTMLPState
 
 
 def _step(k, hidden, lr, pos, g1, g2, weights, pack):
@@ -118,7 +119,24 @@ def _backward(q, k, v, lr, pos, weights, gamma, beta, do, d_weights, pack):
     return (dq, dk, -dr), dlr, shared, new
 
 
-_ARITHMETIC = types.SimpleNamespace(forward=_forward, advance=_advance, backward=_backward)
+def _gather(k, v, weights, gamma, beta, pack):
+    w1, b1, w2, b2 = weights
+    hidden, slope = gelu_and_slope(common.vector_product(k, w1) + b1)
+    z2 = common.vector_product(hidden, w2) + b2
+    _, _, g2 = common.learn(z2, k, v, gamma, beta, pack)
+    g1 = common.as_row([jnp.sum(w2 * g2, -1, keepdims=True)]) * slope
+    return common.as_column(k) * g1, g1, common.as_column(hidden) * g2, g2
+
+
+def _predict(q, weights):
+    w1, b1, w2, b2 = weights
+    hidden = gelu(common.vector_product(q, w1) + b1)
+    return common.vector_product(hidden, w2) + b2
+
+
+_ARITHMETIC = types.SimpleNamespace(
+    forward=_forward, advance=_advance, backward=_backward, gather=_gather, predict=_predict
+)
 
 
 def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):
@@ -143,6 +161,18 @@ def backward(q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, e
         every=every,
     )
     return *grads, _out(d_start), d_gamma, d_beta
+
+
+def one_token(q, k, v, lr, scale, last, state, gamma, beta, *, eps):
+    """The decode step: q, k, v (B, H, K), lr (B, H), scale and last (B,), the whole state."""
+    rows = tuple(x[..., None, :] if x.ndim == 3 else x for x in state)
+    out, new = common.one_token(_ARITHMETIC, q, k, v, lr, scale, last, rows, gamma, beta, eps=eps)
+    return out, TTTMLPState(*(x.reshape(y.shape) for x, y in zip(new, state)))
+
+
+def unsupported(K, b, F, dtype) -> str | None:
+    """Why these sizes cannot run, or None."""
+    return common.unsupported(K, b, ((K, F), (1, F), (K, F), (1, K)), dtype)
 
 
 def _in(weights):
