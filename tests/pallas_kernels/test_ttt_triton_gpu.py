@@ -120,6 +120,10 @@ CASES = [
     ("ttt_linear", 96, 64, 2, 2, None, "bfloat16"),
     ("ttt_linear", 64, 64, 3, 2, None, "float32"),
     ("ttt_linear", 24, 5, 4, 3, None, "float32"),
+    ("ttt_mlp", 64, 16, 3, 2, 256, "float32"),
+    ("ttt_mlp", 64, 16, 2, 8, 256, "bfloat16"),
+    ("ttt_mlp", 96, 64, 2, 1, 384, "bfloat16"),
+    ("ttt_mlp", 24, 5, 4, 3, 80, "float32"),
 ]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""TTT-MLP on NVIDIA GPUs (Ampere and newer): Triton kernels, called through jax_triton."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.ttt_common import triton_gpu
+from pallas_kernels.ttt_common.triton_gpu import Stacked, padded, precision, result, run, spread
+
+KERNELS = "pallas_kernels.ttt_mlp.triton_kernels"
+
+
+def unsupported(K, b, F, dtype):
+    """Why the kernels cannot run here with these sizes, or None. Any F will do."""
+    del F
+    return triton_gpu.unsupported(K, b, dtype)
+
+
+def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):
+    """Whole mini-batches: q, k, v (B, H, n b, K), weights w1, b1, w2, b2 (B, H, ...).
+
+    Returns the outputs, the last weights, and those at the start of every `every`-th mini-batch.
+    """
+    B, H, T, K = q.shape
+    n = T // pos_scale.size
+    groups = -(-n // every)
+    rows = (spread(x, B, H) for x in (gamma, beta))
+    shapes = [x.shape[2:] for x in weights]
+    out, *rest = run(
+        f"{KERNELS}:forward_kernel",
+        [q, k, v, lr, spread(pos_scale, B, H), *weights, *rows],
+        [
+            result(T, K, dtype=q.dtype),
+            *(result(*s) for s in shapes),
+            *(Stacked(result(groups, *s)) for s in shapes),
+        ],
+        scalars=(n,),
+        EVERY=every,
+        EPS=eps,
+        **_sizes(q, pos_scale, weights[1]),
+    )
+    return out, tuple(rest[:4]), tuple(rest[4:])
+
+
+def backward(q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, eps, every):
+    """The cotangents of q, k, v, lr, pos_scale, the first weights, gamma and beta."""
+    B, H, T, K = q.shape
+    b, F = pos_scale.size, d_weights[1].shape[-1]
+    n = T // b
+    rows = (spread(x, B, H) for x in (gamma, beta))
+    starts = (Stacked(x) for x in starts)
+    tokens, row = result(T, K, dtype=q.dtype), result(K)
+    dq, dk, dv, dlr, dpos, dw1, db1, dw2, db2, dgamma, dbeta, *_ = run(
+        f"{KERNELS}:backward_kernel",
+        [q, k, v, lr, spread(pos_scale, B, H), *starts, *rows, d_out, *d_weights],
+        [
+            *(tokens, tokens, tokens, result(T), result(b)),
+            *(result(K, F), result(F), result(F, K), row, row, row),
+            # The weights of a group's mini-batches, z2, zb2, A2 of each, and half of dz1.
+            *(result(every + 1, K, F), result(every + 1, F), result(every + 1, F, K)),
+            *(result(every, b, K), result(every, b, K), result(every, b, b), result(b, F)),
+        ],
+        scalars=(n,),
+        EVERY=every,
+        EPS=eps,
+        **_sizes(q, pos_scale, d_weights[1]),
+    )
+    sums = jnp.sum(dpos, (0, 1)), jnp.sum(dgamma, 0), jnp.sum(dbeta, 0)
+    return dq, dk, dv, dlr, sums[0], (dw1, db1, dw2, db2), *sums[1:]
+
+
+def _sizes(q, pos_scale, b1):
+    K, b = q.shape[-1], pos_scale.size
+    return {
+        "PRECISION": precision(q.dtype),
+        "B": b,
+        "BP": padded(b),
+        "K": K,
+        "KP": padded(K),
+        "F": b1.shape[-1],
+        "FS": 64,
+        "warps": 8,
+        "stages": 1,
+    }

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The jaxmodels authors
+"""The device code of `triton_gpu.py`. Imports triton.
+
+One program per sequence and head, the N of them in order; the letters are those of `xla.py`. The
+hidden width F goes in SHARDS pieces of FS: FS columns of w1 and b1 with as many rows of w2. Weights
+live in global memory, of which the L2 cache holds what is in use, and pass through the SM shard by
+shard; programs never touch each other's. `tl.debug_barrier` stands where threads of a program read
+what others of it have written.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.ttt_common.triton_kernels import (
+    add_product,
+    inner_gradient_backward,
+    input_gradient,
+    load_row,
+    load_tile,
+    lower,
+    normalise,
+    product,
+    store_row,
+    store_tile,
+)
+
+
+@triton.jit
+def gelu(x):
+    """The tanh approximation, x sigmoid(2 c (x + a x^3)), and that sigmoid."""
+    s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
+    return x * s, s
+
+
+@triton.jit
+def gelu_slope(x, s):
+    """The derivative of gelu; s as `gelu` returns it."""
+    return s + 2.0 * x * s * (1.0 - s) * (0.7978845608028654 + 0.10703222440890037 * x * x)
+
+
+@triton.jit
+def gelu_curve(x, s):
+    """The second derivative."""
+    y = 0.10703222440890037 * x * x  # 3 a c x^2
+    slope = 0.7978845608028654 + y
+    return 4.0 * s * (1.0 - s) * (slope + y - x * (2.0 * s - 1.0) * slope * slope)
+
+
+@triton.jit
+def load_shard(
+    w1_, b1_, w2_, shard, K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr
+):
+    at, left = shard * FS, F - shard * FS
+    WHOLE: tl.constexpr = K == KP and F % FS == 0
+    w1 = load_tile(w1_ + at, F, K, left, KP, FS, WHOLE)
+    w2 = load_tile(w2_ + at * K, K, left, K, FS, KP, WHOLE)
+    return w1, load_row(b1_ + at, left, FS), w2
+
+
+@triton.jit
+def store_shard(
+    w1_, b1_, w2_, shard, w1, b1, w2,
+    K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr,
+):  # fmt: skip
+    at, left = shard * FS, F - shard * FS
+    WHOLE: tl.constexpr = K == KP and F % FS == 0
+    store_tile(w1_ + at, F, w1, K, left, KP, FS, WHOLE)
+    store_tile(w2_ + at * K, K, w2, left, K, FS, KP, WHOLE)
+    store_row(b1_ + at, b1, left, FS)
+
+
+@triton.jit
+def copy(
+    w1_, b1_, w2_, to_w1_, to_b1_, to_w2_,
+    K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr,
+):  # fmt: skip
+    for shard in range(tl.cdiv(F, FS)):
+        w1, b1, w2 = load_shard(w1_, b1_, w2_, shard, K, KP, F, FS)
+        store_shard(to_w1_, to_b1_, to_w2_, shard, w1, b1, w2, K, KP, F, FS)
+
+
+@triton.jit
+def outer_gradient(k, v, z2, gamma, beta, EPS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """LN of the inner prediction and 1 / sigma; R, H and the gradient G2."""
+    x_hat, inverse = normalise(z2, EPS, K, KP)
+    r = gamma * x_hat + beta - v + k
+    h = gamma * r
+    return x_hat, inverse, r, h, input_gradient(h, x_hat, inverse, K, KP)
+
+
+@triton.jit
+def mini_batch(
+    q, k, v, lr, pos, t_last, w1_, b1_, w2_, b2, to_w1_, to_b1_, to_w2_, gamma, beta,
+    EPS: tl.constexpr, PRECISION: tl.constexpr, BP: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr,
+):  # fmt: skip
+    """Reads the weights at one place, writes the next ones to another (or the same).
+
+    Returns z2, zb2, A2 = mask(1 + Xb X2^T) and the next b2.
+    """
+    z2 = tl.zeros((BP, KP), tl.float32) + b2[None, :]
+    for shard in range(tl.cdiv(F, FS)):
+        w1, b1, w2 = load_shard(w1_, b1_, w2_, shard, K, KP, F, FS)
+        x2, _ = gelu(product(k, w1, PRECISION) + b1[None, :])
+        z2 = add_product(z2, x2, w2, PRECISION)
+    _, _, _, _, g2 = outer_gradient(k, v, z2, gamma, beta, EPS, K, KP)
+    e = pos[:, None] * lr[None, :]
+    p1 = e * lower(1.0 + product(q, tl.trans(k), PRECISION), BP)
+    rate = (t_last * lr)[:, None]
+    step2 = rate * g2
+    zb2 = tl.zeros((BP, KP), tl.float32) + b2[None, :]
+    a2 = tl.zeros((BP, BP), tl.float32)
+    tl.debug_barrier()
+    for shard in range(tl.cdiv(F, FS)):
+        w1, b1, w2 = load_shard(w1_, b1_, w2_, shard, K, KP, F, FS)
+        z1 = product(k, w1, PRECISION) + b1[None, :]
+        x2, s = gelu(z1)
+        g1 = product(g2, tl.trans(w2), PRECISION) * gelu_slope(z1, s)
+        zb1 = product(q, w1, PRECISION) - product(p1, g1, PRECISION) + b1[None, :]
+        xb, _ = gelu(zb1)
+        zb2 = add_product(zb2, xb, w2, PRECISION)
+        a2 = add_product(a2, xb, tl.trans(x2), PRECISION)
+        step1 = rate * g1
+        w1 -= product(tl.trans(k), step1, PRECISION)
+        w2 -= product(tl.trans(x2), step2, PRECISION)
+        b1 -= tl.sum(step1, 0)
+        store_shard(to_w1_, to_b1_, to_w2_, shard, w1, b1, w2, K, KP, F, FS)
+    tl.debug_barrier()
+    a2 = lower(1.0 + a2, BP)
+    zb2 -= product(e * a2, g2, PRECISION)
+    return z2, zb2, a2, b2 - tl.sum(step2, 0)
+
+
+@triton.jit
+def forward_kernel(
+    q_, k_, v_, lr_, pos_, w1_, b1_, w2_, b2_, gamma_, beta_, n,
+    out_, w1_last_, b1_last_, w2_last_, b2_last_, w1_starts_, b1_starts_, w2_starts_, b2_starts_,
+    EVERY: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
+    B: tl.constexpr, BP: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    TILE: tl.constexpr = B == BP and K == KP
+    tokens = program * n * B
+    pos = load_row(pos_ + program * B, B, BP)
+    t_last = tl.load(pos_ + program * B + B - 1)
+    gamma = load_row(gamma_ + program * K, K, KP)[None, :]
+    beta = load_row(beta_ + program * K, K, KP)[None, :]
+    b2 = load_row(b2_ + program * K, K, KP)
+    w1_ += program * K * F
+    b1_ += program * F
+    w2_ += program * F * K
+    w1_last_ += program * K * F
+    b1_last_ += program * F
+    w2_last_ += program * F * K
+    copy(w1_, b1_, w2_, w1_last_, b1_last_, w2_last_, K, KP, F, FS)
+    tl.debug_barrier()
+    for group in range(tl.cdiv(n, EVERY)):
+        place = group * programs + program
+        copy(
+            w1_last_, b1_last_, w2_last_,
+            w1_starts_ + place * K * F, b1_starts_ + place * F, w2_starts_ + place * F * K,
+            K, KP, F, FS,
+        )  # fmt: skip
+        store_row(b2_starts_ + place * K, b2, K, KP)
+        for i in range(group * EVERY, min(n, group * EVERY + EVERY)):
+            at = tokens + i * B
+            k = load_tile(k_ + at * K, K, B, K, BP, KP, TILE)
+            v = load_tile(v_ + at * K, K, B, K, BP, KP, TILE)
+            q = load_tile(q_ + at * K, K, B, K, BP, KP, TILE)
+            lr = load_row(lr_ + at, B, BP)
+            _, zb2, _, b2 = mini_batch(
+                q, k, v, lr, pos, t_last,
+                w1_last_, b1_last_, w2_last_, b2, w1_last_, b1_last_, w2_last_,
+                gamma, beta, EPS, PRECISION, BP, K, KP, F, FS,
+            )  # fmt: skip
+            y_hat, _ = normalise(zb2, EPS, K, KP)
+            store_tile(out_ + at * K, K, q + gamma * y_hat + beta, B, K, BP, KP, TILE)
+    store_row(b2_last_ + program * K, b2, K, KP)
+
+
+@triton.jit
+def backward_kernel(
+    q_, k_, v_, lr_, pos_, w1_starts_, b1_starts_, w2_starts_, b2_starts_, gamma_, beta_,
+    d_out_, dw1_last_, db1_last_, dw2_last_, db2_last_, n,
+    dq_, dk_, dv_, dlr_, dpos_, dw1_, db1_, dw2_, db2_, dgamma_, dbeta_,
+    w1_, b1_, w2_, z2_, zb2_, a2_, u_,
+    EVERY: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
+    B: tl.constexpr, BP: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    TILE: tl.constexpr = B == BP and K == KP
+    HIDDEN: tl.constexpr = B == BP and F % FS == 0
+    tokens = program * n * B
+    w1_ += program * (EVERY + 1) * K * F
+    b1_ += program * (EVERY + 1) * F
+    w2_ += program * (EVERY + 1) * F * K
+    z2_ += program * EVERY * B * K
+    zb2_ += program * EVERY * B * K
+    a2_ += program * EVERY * B * B
+    u_ += program * B * F
+    dw1_ += program * K * F
+    db1_ += program * F
+    dw2_ += program * F * K
+    pos = load_row(pos_ + program * B, B, BP)
+    t_last = tl.load(pos_ + program * B + B - 1)
+    gamma = load_row(gamma_ + program * K, K, KP)[None, :]
+    beta = load_row(beta_ + program * K, K, KP)[None, :]
+    copy(
+        dw1_last_ + program * K * F, db1_last_ + program * F, dw2_last_ + program * F * K,
+        dw1_, db1_, dw2_, K, KP, F, FS,
+    )  # fmt: skip
+    db2 = load_row(db2_last_ + program * K, K, KP)
+    dpos = tl.zeros((BP,), tl.float32)
+    dgamma = tl.zeros((BP, KP), tl.float32)
+    dbeta = tl.zeros((BP, KP), tl.float32)
+    groups = tl.cdiv(n, EVERY)
+    for reverse in range(groups):
+        group = groups - 1 - reverse
+        first = group * EVERY
+        members = min(EVERY, n - first)
+        place = group * programs + program
+        tl.debug_barrier()
+        copy(
+            w1_starts_ + place * K * F, b1_starts_ + place * F, w2_starts_ + place * F * K,
+            w1_, b1_, w2_, K, KP, F, FS,
+        )  # fmt: skip
+        b2 = load_row(b2_starts_ + place * K, K, KP)
+        tl.debug_barrier()
+        for member in range(members):
+            at = tokens + (first + member) * B
+            k = load_tile(k_ + at * K, K, B, K, BP, KP, TILE)
+            v = load_tile(v_ + at * K, K, B, K, BP, KP, TILE)
+            q = load_tile(q_ + at * K, K, B, K, BP, KP, TILE)
+            lr = load_row(lr_ + at, B, BP)
+            w1_now, b1_now, w2_now = w1_ + member * K * F, b1_ + member * F, w2_ + member * F * K
+            z2, zb2, a2, b2 = mini_batch(
+                q, k, v, lr, pos, t_last,
+                w1_now, b1_now, w2_now, b2, w1_now + K * F, b1_now + F, w2_now + F * K,
+                gamma, beta, EPS, PRECISION, BP, K, KP, F, FS,
+            )  # fmt: skip
+            store_tile(z2_ + member * B * K, K, z2, B, K, BP, KP, TILE)
+            store_tile(zb2_ + member * B * K, K, zb2, B, K, BP, KP, TILE)
+            store_tile(a2_ + member * B * B, B, a2, B, B, BP, BP, B == BP)
+        tl.debug_barrier()
+        for back in range(members):
+            member = members - 1 - back
+            at = tokens + (first + member) * B
+            w1_now, b1_now, w2_now = w1_ + member * K * F, b1_ + member * F, w2_ + member * F * K
+            k = load_tile(k_ + at * K, K, B, K, BP, KP, TILE)
+            v = load_tile(v_ + at * K, K, B, K, BP, KP, TILE)
+            q = load_tile(q_ + at * K, K, B, K, BP, KP, TILE)
+            do = load_tile(d_out_ + at * K, K, B, K, BP, KP, TILE)
+            lr = load_row(lr_ + at, B, BP)
+            z2 = load_tile(z2_ + member * B * K, K, B, K, BP, KP, TILE)
+            zb2 = load_tile(zb2_ + member * B * K, K, B, K, BP, KP, TILE)
+            a2 = load_tile(a2_ + member * B * B, B, B, B, BP, BP, B == BP)
+            x_hat, inverse, r, h, g2 = outer_gradient(k, v, z2, gamma, beta, EPS, K, KP)
+            y_hat, y_inverse = normalise(zb2, EPS, K, KP)
+            rate = (t_last * lr)[:, None]
+            e = pos[:, None] * lr[None, :]
+            a1 = lower(1.0 + product(q, tl.trans(k), PRECISION), BP)
+            p1 = e * a1
+
+            # Through the readings, and through the step to the next state.
+            dzb2 = input_gradient(gamma * do, y_hat, y_inverse, K, KP)
+            dgamma += do * y_hat
+            dbeta += do
+            dp2 = -lower(product(dzb2, tl.trans(g2), PRECISION), BP)
+            de, da2 = dp2 * a2, dp2 * e
+            dg2 = -product(tl.trans(e * a2), dzb2, PRECISION)
+            m2 = tl.zeros((BP, KP), tl.float32) + db2[None, :]
+            dp1 = tl.zeros((BP, BP), tl.float32)
+            mg = tl.zeros((BP,), tl.float32)
+            dq = do
+            dk = tl.zeros((BP, KP), tl.float32)
+            for shard in range(tl.cdiv(F, FS)):
+                w1, b1, w2 = load_shard(w1_now, b1_now, w2_now, shard, K, KP, F, FS)
+                dw1, db1, dw2 = load_shard(dw1_, db1_, dw2_, shard, K, KP, F, FS)
+                z1 = product(k, w1, PRECISION) + b1[None, :]
+                x2, s = gelu(z1)
+                slope = gelu_slope(z1, s)
+                t = product(g2, tl.trans(w2), PRECISION)
+                g1 = t * slope
+                zb1 = product(q, w1, PRECISION) - product(p1, g1, PRECISION) + b1[None, :]
+                xb, sb = gelu(zb1)
+                dxb = product(dzb2, tl.trans(w2), PRECISION) + product(da2, x2, PRECISION)
+                dx2 = product(tl.trans(da2), xb, PRECISION)
+                dx2 -= rate * product(g2, tl.trans(dw2), PRECISION)
+                m2 = add_product(m2, x2, dw2, PRECISION)
+                dzb1 = dxb * gelu_slope(zb1, sb)
+                dq = add_product(dq, dzb1, tl.trans(w1), PRECISION)
+                dp1 = add_product(dp1, dzb1, tl.trans(g1), PRECISION)
+                m1 = product(k, dw1, PRECISION) + db1[None, :]
+                mg += tl.sum(m1 * g1, 1)
+                dg1 = -product(tl.trans(p1), dzb1, PRECISION) - rate * m1
+                dk = add_product(dk, -rate * g1, tl.trans(dw1), PRECISION)
+                dt = dg1 * slope
+                dg2 = add_product(dg2, dt, w2, PRECISION)
+                dw2 = add_product(dw2, tl.trans(xb), dzb2, PRECISION)
+                dw2 = add_product(dw2, tl.trans(dt), g2, PRECISION)
+                dw1 = add_product(dw1, tl.trans(q), dzb1, PRECISION)
+                db1 += tl.sum(dzb1, 0)
+                store_shard(dw1_, db1_, dw2_, shard, dw1, db1, dw2, K, KP, F, FS)
+                u = dg1 * t * gelu_curve(z1, s) + dx2 * slope
+                store_tile(u_ + shard * FS, F, u, B, F - shard * FS, BP, FS, HIDDEN)
+            dp1 = -lower(dp1, BP)
+            de += dp1 * a1
+            da1 = dp1 * e
+            dq = add_product(dq, da1, k, PRECISION)
+            dk = add_product(dk, tl.trans(da1), q, PRECISION)
+            mg += tl.sum(m2 * g2, 1)
+            dg2 -= rate * m2
+
+            dz2, dr, dgamma_part = inner_gradient_backward(
+                dg2, g2, h, r, x_hat, inverse, gamma, K, KP
+            )
+            dgamma += dgamma_part
+            dbeta += dr
+            dk += dr
+            tl.debug_barrier()
+            for shard in range(tl.cdiv(F, FS)):
+                w1, b1, w2 = load_shard(w1_now, b1_now, w2_now, shard, K, KP, F, FS)
+                dw1, db1, dw2 = load_shard(dw1_, db1_, dw2_, shard, K, KP, F, FS)
+                u = load_tile(u_ + shard * FS, F, B, F - shard * FS, BP, FS, HIDDEN)
+                z1 = product(k, w1, PRECISION) + b1[None, :]
+                x2, s = gelu(z1)
+                dz1 = u + product(dz2, tl.trans(w2), PRECISION) * gelu_slope(z1, s)
+                dk = add_product(dk, dz1, tl.trans(w1), PRECISION)
+                dw2 = add_product(dw2, tl.trans(x2), dz2, PRECISION)
+                dw1 = add_product(dw1, tl.trans(k), dz1, PRECISION)
+                db1 += tl.sum(dz1, 0)
+                store_shard(dw1_, db1_, dw2_, shard, dw1, db1, dw2, K, KP, F, FS)
+            tl.debug_barrier()
+            db2 += tl.sum(dzb2 + dz2, 0)
+            store_tile(dq_ + at * K, K, dq, B, K, BP, KP, TILE)
+            store_tile(dk_ + at * K, K, dk, B, K, BP, KP, TILE)
+            store_tile(dv_ + at * K, K, -dr, B, K, BP, KP, TILE)
+            store_row(dlr_ + at, tl.sum(pos[:, None] * de, 0) - t_last * mg, B, BP)
+            dpos += tl.sum(de * lr[None, :], 1)
+            dpos -= tl.where(tl.arange(0, BP) == B - 1, tl.sum(mg * lr, 0), 0.0)
+    store_row(db2_ + program * K, db2, K, KP)
+    store_row(dpos_ + program * B, dpos, B, BP)
+    store_row(dgamma_ + program * K, tl.sum(dgamma, 0), K, KP)
+    store_row(dbeta_ + program * K, tl.sum(dbeta, 0), K, KP)
