@@ -129,6 +129,7 @@ class DecoderConfig:
     def block_taps(self) -> tuple[str, ...]:
         """Names of the intermediates of a block; their values carry a leading layer axis."""
         names = ("mixer_in", "mixer_out", "channel_in", "channel_out", "block_out")
+        names += () if self.pre_conv is None else ("pre_conv_out",)
         return names + self.mixer.taps + self.channel.taps
 
     @property
@@ -214,6 +215,7 @@ class Block(nnx.Module):
             y, conv_state = self.pre_conv(
                 self.pre_conv_norm(x), state=conv_state, segment_ids=segment_ids, valid=valid
             )
+            y = tap("pre_conv_out", y)
             x = constrain(x + y.astype(x.dtype), "batch", "sequence", None)
 
         def branch(x, name, norm, part, out_norm):

@@ -14,16 +14,16 @@ MIXERS = {
 PRE_CONV = {"ttt_mlp_mamba": jaxmodels.CausalConv()}
 
 
-def tiny(mixer="ttt_linear", **changes):
+def tiny(name="ttt_linear", **changes):
     """(model, params) with every parameter away from its starting value, so that none can hide."""
     fields = dict(
         d_model=32,
         num_layers=3,
         inputs=jaxmodels.TokenInputs(vocab_size=50),
-        mixer=MIXERS[mixer],
+        mixer=MIXERS[name],
         channel=jaxmodels.SwiGLU(d_ff=48),
         dtype="float32",
-        pre_conv=PRE_CONV.get(mixer),
+        pre_conv=PRE_CONV.get(name),
     )
     model = jaxmodels.build(jaxmodels.DecoderConfig(**(fields | changes)))
     params = model.init(jax.random.key(0))
