@@ -4,6 +4,8 @@
 
 import os
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -12,12 +14,15 @@ from safetensors.numpy import load_file, save_file
 from jaxmodels.model import Model, Params
 
 
-def flatten(params: Params, prefix: str = "") -> dict[str, np.ndarray]:
+def flatten(tree: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
     """{"blocks": {"mixer": {"wq": x}}} -> {"blocks/mixer/wq": x}."""
-    out: dict[str, np.ndarray] = {}
-    for key, value in params.items():
-        name = f"{prefix}{key}"
-        out |= flatten(value, f"{name}/") if isinstance(value, dict) else {name: value}
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            inner = flatten(value, separator)
+            out |= {f"{key}{separator}{name}": leaf for name, leaf in inner.items()}
+        else:
+            out[key] = value
     return out
 
 

@@ -25,7 +25,7 @@ class Row:
     """Index on our leading layer axis; None outside the blocks."""
     official_shape: tuple[int, ...]
     transpose: bool = False
-    """Whether the official matrix is [out, in]; ours are [in, out]."""
+    """Whether the official axes come in reverse order, e.g. [out, in]; ours are [in, out]."""
 
     def to_ours(self, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return (value.T if self.transpose else value).reshape(shape)
@@ -37,28 +37,32 @@ class Row:
 
 
 def import_weights(model: Model, table: Iterable[Row], weights: Mapping[str, Any]) -> Params:
-    """Official tensors -> our nested dict of numpy arrays.
+    """Official tensors -> our nested dict of numpy arrays, in the dtypes of our parameters.
 
-    Raises ValueError listing every missing, surplus and misshaped name at once; nothing is guessed.
+    Raises ValueError listing every missing, surplus and misshaped name at once, and every tensor
+    whose values our dtype cannot hold exactly (bfloat16 and float16 fit float32); nothing is
+    guessed.
     """
     rows = list(table)
+    shapes = model.param_shapes
     faults = [f"missing {row.official}" for row in rows if row.official not in weights]
     known = {row.official for row in rows}
     faults += [f"surplus {name}" for name in weights if name not in known]
-    faults += [
-        f"misshaped {row.official}: {np.shape(weights[row.official])}, not {row.official_shape}"
-        for row in rows
-        if row.official in weights and np.shape(weights[row.official]) != row.official_shape
-    ]
+    found = {name: np.asarray(weights[name]) for name in weights if name in known}
+    for row in (row for row in rows if row.official in found):
+        value, dtype = found[row.official], _lookup(shapes, row.ours).dtype
+        if value.shape != row.official_shape:
+            faults.append(f"misshaped {row.official}: {value.shape}, not {row.official_shape}")
+        elif not np.can_cast(value.dtype, dtype):
+            faults.append(f"inexact {row.official}: {value.dtype} does not fit {dtype}")
     if faults:
         raise ValueError(
             f"these weights do not fit the config ({len(faults)} faults):\n  " + "\n  ".join(faults)
         )
-    shapes = model.param_shapes
     params: Params = {}
     for row in rows:
         target = _lookup(shapes, row.ours)
-        value = np.asarray(weights[row.official])
+        value = found[row.official]
         shape = target.shape if row.layer is None else target.shape[1:]
         node = params
         for key in row.ours[:-1]:

@@ -121,8 +121,9 @@ class TTTLayer(nnx.Module):
             H K), the input of the output projection; and per whole mini-batch, (B, H, n) float32,
             the mean squared error of the inner model at the mini-batch's last token under the
             learned initial state (`ttt_loss_initial`), the state at the mini-batch's start
-            (`ttt_loss_before`) and the state after it (`ttt_loss_after`), and the mean over K of
-            (v - k)^2 before the rotation at its first token (`ttt_target_spread`).
+            (`ttt_loss_before`) and the state after it (`ttt_loss_after`), and how far the target
+            v - k, before the rotation, at its first token lies from the mean target of the sequence
+            (`ttt_target_spread`, the mean square over K).
 
         Raises:
           ValueError: for arguments that exclude each other.
@@ -264,9 +265,10 @@ class TTTLayer(nnx.Module):
 
 
 def _target_spread(k, v, b):
-    T = k.shape[2] // b * b
-    first = (v - k)[:, :, :T:b].astype(jnp.float32)
-    return jnp.mean(jnp.square(first), -1)
+    whole = k.shape[2] // b * b
+    target = v.astype(jnp.float32) - k.astype(jnp.float32)
+    spread = target[:, :, :whole:b] - jnp.mean(target, 2, keepdims=True)
+    return jnp.mean(jnp.square(spread), -1)
 
 
 _HEADS = ("batch", "heads", "sequence", None)

@@ -1,153 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""TTT-Linear against the numbers of the official PyTorch model (tolerances of the goldens'
-README)."""
+"""TTT-Linear and TTT-MLP with both backbones against the numbers of the official PyTorch and JAX
+codes: models, gradients, statistics and decoding (tolerances of the goldens' README)."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from measure import max_abs, max_rel
 
 import jaxmodels
 from jaxmodels import losses, ttt
 
+INNER_NAMES = {
+    "linear": {"w": "W1", "b": "b1"},
+    "mlp": {"w1": "W1", "b1": "b1", "w2": "W2", "b2": "b2"},
+}
+TAPS = ("embedding", "block_out", "hidden", "ttt_inner", "mixer_out")
+STATISTICS = {
+    "ttt_loss_initial": "ttt_loss_init",
+    "ttt_loss_before": "ttt_loss_step_0",
+    "ttt_loss_after": "ttt_loss_step_1",
+    "ttt_target_spread": "ssl_tgt_mse",
+}
+
 
 def load(file):
+    """Official config and weights of a golden -> our model and parameters."""
     config = json.loads(str(file["config"]))
     weights = {k.removeprefix("param/"): v for k, v in file.items() if k.startswith("param/")}
-    return config, weights
-
-
-@pytest.fixture(scope="module")
-def official(golden):
-    file = golden("ttt/pt_model_linear_tf")
-    config, params = ttt.from_official(*load(file))
-    return file, config, params, jaxmodels.build(config)
-
-
-def next_token_losses(model, params, ids):
-    hidden = model.apply(params, ids, output="hidden")
-    w = model.unembedding(params)
-    return losses.chunked_cross_entropy(hidden[:, :-1], w, ids[:, 1:], chunk=16)[0]
-
-
-def inner_state(model, params, ids):
-    state = model.init_state(params, *ids.shape)
-    return model.apply(params, ids, state=state)[1].inner
+    config, params = ttt.from_official(config, weights)
+    return jaxmodels.build(config), params
 
 
 @pytest.mark.parametrize("case", ["", "odd/"])
-def test_forward_matches_official(official, case):
-    file, _, params, model = official
+@pytest.mark.parametrize("name", ["linear_tf", "linear_mamba", "mlp_tf", "mlp_mamba"])
+def test_pytorch_model(golden, name, case):
+    file = golden(f"ttt/pt_model_{name}")
+    model, params = load(file)
     ids = file["in/input_ids_odd" if case else "in/input_ids"]
-    taps = ("block_out", "hidden", "ttt_inner", "mixer_out")
-    logits, tapped = jax.jit(lambda p, x: model.apply(p, x, taps=taps))(params, ids)
+
+    @jax.jit
+    def run(params, ids):
+        def loss(params):
+            logits, taps = model.apply(params, ids, taps=TAPS)
+            nll, _ = losses.cross_entropy(logits[:, :-1], ids[:, 1:])
+            return jnp.mean(nll), (nll, logits, taps)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    grads, (nll, logits, taps) = run(params, ids)
     assert max_abs(logits, file[f"out/{case}logits"]) < 2e-5
-    nll = jax.jit(next_token_losses, static_argnums=0)(model, params, ids)
     # A float32 sum of a hundred losses would itself be off by 1e-6.
     loss = np.mean(np.asarray(nll, np.float64))
     assert abs(loss - float(file[f"out/{case}loss"])) < 2e-6
     for layer in range(2):
         for ours, theirs in (("ttt_inner", "ttt_inner"), ("mixer_out", "seq_block_out")):
             want = file[f"out/{case}layer{layer}/{theirs}"]
-            assert max_abs(tapped[ours][layer], want) < 2e-5, (ours, layer)
+            assert max_abs(taps[ours][layer], want) < 2e-5, (ours, layer)
         if not case:
-            assert max_abs(tapped["block_out"][layer], file[f"out/hidden/{layer}"]) < 2e-5
-    if not case:
-        assert max_abs(tapped["hidden"], file["out/hidden/2"]) < 2e-5
-
-
-def test_inner_state_matches_official(official):
-    file, _, params, model = official
-    inner = jax.jit(inner_state, static_argnums=0)(model, params, file["in/input_ids"])
-    for layer in range(2):
-        assert max_abs(inner.w[layer], file[f"out/layer{layer}/W1_states"]) < 2e-6
-        assert max_abs(inner.b[layer][:, :, None], file[f"out/layer{layer}/b1_states"]) < 2e-6
-
-
-@pytest.mark.parametrize("case", ["", "odd/"])
-def test_every_gradient_matches_official(official, case):
-    file, config, params, model = official
-    ids = file["in/input_ids_odd" if case else "in/input_ids"]
-    grads = jax.jit(jax.grad(lambda p: jnp.mean(next_token_losses(model, p, ids))))(params)
-    grads = ttt.to_official(config, grads)
-    prefix = f"out/{case}grad/"
-    wanted = [key for key in file if key.startswith(prefix)]
-    assert len(wanted) == (len(grads) if not case else 7)
+            assert max_abs(taps["block_out"][layer], file[f"out/hidden/{layer}"]) < 2e-5
+    grads = ttt.to_official(model.config, grads)
+    wanted = [key for key in file if key.startswith(f"out/{case}grad/")]
+    assert len(wanted) == (7 + 2 * name.startswith("mlp") if case else len(grads))
     for key in wanted:
-        assert max_rel(grads[key.removeprefix(prefix)], file[key]) < 2e-5, key
+        assert max_rel(grads[key.split("grad/")[1]], file[key]) < 2e-5, key
+    if case:
+        return
+    assert max_abs(taps["hidden"], file["out/hidden/2"]) < 2e-5
+    state = model.init_state(params, *ids.shape)
+    state = jax.jit(lambda p, x, s: model.apply(p, x, state=s)[1])(params, ids, state)
+    for ours, theirs in INNER_NAMES[name.split("_")[0]].items():
+        for layer in range(2):
+            want = file[f"out/layer{layer}/{theirs}_states"]
+            got = getattr(state.mixer.inner, ours)[layer].reshape(want.shape)
+            assert max_abs(got, want) < 2e-6, (ours, layer)
 
 
-def test_decoding_matches_official(golden):
-    file = golden("ttt/pt_decode_linear_tf")
-    config, params = ttt.from_official(*load(file))
-    model = jaxmodels.build(config)
+@pytest.mark.parametrize("name", ["linear_base", "linear_mamba", "mlp_base", "mlp_mamba"])
+def test_jax_model(golden, name):
+    file = golden(f"ttt/jax_model_{name}")
+    model, params = load(file)
+    tokens, targets, mask = (
+        file[f"in/{key}"] for key in ("input_tokens", "target_tokens", "loss_masks")
+    )
+    means = lambda x: np.sum(x * mask, 1) / np.maximum(np.sum(mask, 1), 1e-10)
+
+    @jax.jit
+    def run(params, scale):
+        def loss(params):
+            options = dict(taps=TAPS + ttt.STATISTICS, inner_lr_scale=scale)
+            logits, taps = model.apply(params, tokens, **options)
+            nll, _ = losses.cross_entropy(logits, targets)
+            rows = jnp.sum(nll * mask, 1) / jnp.sum(mask, 1)
+            return jnp.mean(rows), (nll, logits, taps)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    grads, (nll, logits, taps) = run(params, 1.0)
+    assert max_abs(logits, file["out/logits"]) < 2e-5
+    assert abs(np.mean(means(np.asarray(nll, np.float64))) - float(file["out/loss"])) < 2e-6
+    accuracy = np.mean(means(np.argmax(logits, -1) == targets))
+    assert accuracy == pytest.approx(float(file["out/accuracy"]), abs=1e-7)
+    for got, key in ((taps["embedding"], 0), (taps["block_out"][0], 1), (taps["hidden"], 2)):
+        assert max_abs(got, file[f"out/hidden/{key}"]) < 2e-5
+    for ours, theirs in STATISTICS.items():
+        for layer in range(2):
+            got = np.mean(np.asarray(taps[ours][layer], np.float64), (0, 1))
+            want = file[f"out/ttt_stats/layer{layer}/{theirs}"]
+            assert np.max(np.abs(got / want - 1)) < 1e-5, (ours, layer)
+    norm = float(file["out/grad_global_norm"])
+    assert abs(optax.tree.norm(grads) / norm - 1) < 2e-5
+    grads = ttt.to_official(model.config, grads, layout="flax")
+    wanted = [key for key in file if key.startswith("out/grad/")]
+    assert len(wanted) == len(grads)
+    for key in wanted:
+        assert max_rel(grads[key.removeprefix("out/grad/")], file[key]) < 2e-5, key
+
+    _, (_, logits, _) = run(params, file["in/ttt_lr_mult"][0])
+    assert max_abs(logits, file["out/logits_lr_mult"]) < 2e-5
+    assert max_abs(logits, file["out/logits"]) > 1e-3
+
+    half = jaxmodels.build(dataclasses.replace(model.config, dtype="bfloat16"))
+    logits = jax.jit(half.apply)(params, tokens)
+    nll, _ = losses.cross_entropy(logits, targets)
+    apart = np.abs(np.asarray(logits) - file["out/bf16/logits"])
+    assert np.max(apart) < 0.2 and np.mean(apart) < 0.02
+    assert abs(np.mean(means(np.asarray(nll))) - float(file["out/bf16/loss"])) < 2e-2
+
+
+def check_state(state, file, place, kind):
+    for layer in range(2):
+        want = lambda key: file[f"out/{place}/layer{layer}/{key}"]  # noqa: B023
+        for ours, theirs in INNER_NAMES[kind].items():
+            for name, key, bound in (
+                (ours, f"{theirs}_states", 2e-6),
+                (f"{ours}_sum", f"{theirs}_grad", 1e-5),
+            ):
+                got = getattr(state.mixer.inner, name)[layer].reshape(want(key).shape)
+                assert max_abs(got, want(key)) < bound, (place, layer, key)
+        # The official cache keeps the last four inputs, of which the oldest is never used again.
+        if state.pre_conv is not None:
+            tail = want("conv_pre_conv")[:, :, 1:]
+            assert max_abs(jnp.swapaxes(state.pre_conv[layer], 1, 2), tail) < 1e-5
+        if state.mixer.conv is not None:
+            for key in ("conv_ttt_conv_q", "conv_ttt_conv_k"):
+                tail = want(key)[:, :, 1:]
+                assert max_abs(jnp.swapaxes(state.mixer.conv[layer], 1, 2), tail) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["linear_tf", "linear_mamba", "mlp_tf", "mlp_mamba"])
+def test_pytorch_decoding(golden, name):
+    file = golden(f"ttt/pt_decode_{name}")
+    model, params = load(file)
+    kind, has_conv = name.split("_")[0], name.endswith("mamba")
     ids = file["in/input_ids"]
     B, T = ids.shape
-    apply = jax.jit(lambda p, x, s: model.apply(p, x, state=s))
-    full = jax.jit(model.apply)(params, ids)
-    assert max_abs(full, file["out/full_logits"]) < 2e-5
+    assert max_abs(jax.jit(model.apply)(params, ids), file["out/full_logits"]) < 2e-5
+    apply = jax.jit(lambda p, x, state, valid: model.apply(p, x, state=state, valid=valid))
 
-    def check_state(state, name):
-        for layer in range(2):
-            inner = jax.tree.map(lambda x: x[layer], state.inner)  # noqa: B023
-            want = {
-                key: file[f"out/{name}/layer{layer}/{key}"]
-                for key in ("W1_states", "b1_states", "W1_grad", "b1_grad")
-            }
-            assert max_abs(inner.w, want["W1_states"]) < 2e-6
-            assert max_abs(inner.b[:, :, None], want["b1_states"]) < 2e-6
-            assert max_abs(inner.w_sum, want["W1_grad"]) < 1e-5
-            assert max_abs(inner.b_sum[:, :, None], want["b1_grad"]) < 1e-5
+    def read(tokens, state, valid=None):
+        logits, state = apply(params, tokens, state, valid)
+        assert (state.pre_conv is not None) == (state.mixer.conv is not None) == has_conv
+        return logits, state
 
-    for P in file["in/prefill_lengths"]:
-        _, state = apply(params, ids[:, :P], model.init_state(params, B, T))
-        check_state(state, f"P{P}/prefill_state")
+    prefills = [int(P) for P in file["in/prefill_lengths"]]
+    for P in prefills:
+        # Padded to one length, so that there is one program to compile for all.
+        valid = jnp.broadcast_to(jnp.arange(max(prefills)) < P, (B, max(prefills)))
+        padded = ids[:, : max(prefills)]
+        _, state = read(padded, model.init_state(params, B, T), valid)
+        check_state(state, file, f"P{P}/prefill_state", kind)
         steps = []
         for t in range(P, T):
-            logits, state = apply(params, ids[:, t : t + 1], state)
+            logits, state = read(ids[:, t : t + 1], state)
             steps.append(logits)
         assert max_abs(np.concatenate(steps, 1), file[f"out/P{P}/decode_logits"]) < 2e-5
-        check_state(state, f"P{P}/final_state")
-        generated = jaxmodels.generate(model, params, ids[:, :P], max_new_tokens=20)
-        np.testing.assert_array_equal(generated, file[f"out/P{P}/generated"][:, P:])
+        check_state(state, file, f"P{P}/final_state", kind)
 
-
-def test_official_names_round_trip_exactly(official):
-    file, config, params, _ = official
-    _, weights = load(file)
-    back = ttt.to_official(config, params)
-    assert back.keys() == weights.keys()
-    for name, value in weights.items():
-        np.testing.assert_array_equal(back[name], value, err_msg=name)
-
-
-def test_wrong_weights_are_listed_together(official):
-    file = official[0]
-    config, weights = load(file)
-    weights = dict(weights)
-    del weights["model.norm.weight"]
-    weights["model.extra"] = np.zeros(3)
-    weights["model.layers.1.seq_modeling_block.W1"] = np.zeros((3, 16, 8))
-    with pytest.raises(ValueError) as error:
-        ttt.from_official(config, weights)
-    message = str(error.value)
-    assert "missing model.norm.weight" in message
-    assert "surplus model.extra" in message
-    assert "misshaped model.layers.1.seq_modeling_block.W1: (3, 16, 8), not (3, 16, 16)" in message
-
-
-@pytest.mark.parametrize("field, value", [("use_gate", True), ("ttt_layer_type", "mlp")])
-def test_unsupported_official_options_are_refused(official, field, value):
-    config, weights = load(official[0])
-    with pytest.raises(ValueError, match=field):
-        ttt.from_official({**config, field: value}, weights)
-
-
-def test_official_layout_refuses_another_model():
-    config = jaxmodels.transformer.transformer(d_model=8, num_layers=1, num_heads=2, d_ff=8)
-    with pytest.raises(ValueError, match="holds TTTLinear"):
-        ttt.to_official(config, {})
+    prompts = [row[:P].tolist() for P in prefills for row in ids]
+    generated = jaxmodels.generate(model, params, prompts, max_new_tokens=20)
+    wanted = [file[f"out/P{P}/generated"][:, P:] for P in prefills]
+    np.testing.assert_array_equal(generated, np.concatenate(wanted))
