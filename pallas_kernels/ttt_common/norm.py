@@ -27,6 +27,12 @@ def mean(x):
     return jnp.mean(x, -1, keepdims=True)
 
 
+def mean_product(x, y):
+    """The mean of x y. Not as `mean(x * y)`: XLA of jax 0.10 is ten times slower with that."""
+    total = jnp.einsum("...k,...k->...", x, y, precision="highest")
+    return total[..., None] / x.shape[-1]
+
+
 def whiten(z, eps):
     """Like `normalise`, with 1 / sigma."""
     centred = z - mean(z)
@@ -36,7 +42,7 @@ def whiten(z, eps):
 
 def whiten_backward(g, x_hat, inverse):
     """Like `normalise_input_gradient`, given 1 / sigma."""
-    return (g - mean(g) - x_hat * mean(g * x_hat)) * inverse
+    return (g - mean(g) - x_hat * mean_product(g, x_hat)) * inverse
 
 
 def target_gradient(z, k, v, gamma, beta, eps):
@@ -57,9 +63,9 @@ def target_gradient_backward(dg, g, x_hat, inverse, k, v, gamma, beta):
     """
     r = gamma * x_hat + beta - v + k
     h = gamma * r
-    slope = mean(dg * x_hat)
+    slope = mean_product(dg, x_hat)
     dh = (dg - mean(dg) - x_hat * slope) * inverse
     dr = gamma * dh
-    dx = gamma * dr - inverse * (dg * mean(h * x_hat) + h * slope)
-    dz = whiten_backward(dx, x_hat, inverse) - x_hat * inverse * mean(dg * g)
+    dx = gamma * dr - inverse * (dg * mean_product(h, x_hat) + h * slope)
+    dz = whiten_backward(dx, x_hat, inverse) - x_hat * inverse * mean_product(dg, g)
     return dz, dr, dh * r + dr * x_hat, dr

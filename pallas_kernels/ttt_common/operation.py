@@ -40,7 +40,7 @@ def run(
     checkpoint_every, implementation,
 ):  # fmt: skip
     """Checked arguments of the public call; F is the inner hidden width, or None."""
-    B, _, T, K = q.shape
+    T, K = q.shape[2:]
     continued = phase is not None or valid is not None
     dtype = jnp.result_type(q, k, v)
     sizes = (K, pos_scale.shape[0], F, dtype)
