@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""The command line: `jaxmodels train | evaluate | generate | data`.
+"""The command line: `jaxmodels train | evaluate | generate | convert | data`.
 
 Every option is a field of a config dataclass, with its default and its docstring as help. A mistake
 of the user ends in one message on stderr and exit code 2. Nothing heavy is imported before a
@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "train the experiment of a config file; run again, it continues",
     "evaluate": "loss, perplexity and bits per byte of a checkpoint",
     "generate": "continue prompts with a trained model",
+    "convert": "official TTT checkpoints to ours and back",
     "data": "turn text into token files",
 }
 
@@ -96,9 +97,14 @@ def _run(argv: list[str]) -> int:
             f"`jaxmodels {command}` needs {', '.join(missing)}, not installed here. "
             "Install with: pip install 'jaxmodels[train]'"
         )
-    return {"train": _train, "evaluate": _evaluate, "generate": _generate, "data": _data}[command](
-        rest
-    )
+    run = {
+        "train": _train,
+        "evaluate": _evaluate,
+        "generate": _generate,
+        "convert": _convert,
+        "data": _data,
+    }
+    return run[command](rest)
 
 
 def _installed(name: str) -> bool:
@@ -280,6 +286,14 @@ def _generate(args: list[str]) -> int:
 
     for text in run_generate(parse(GenerateCommand, args, "jaxmodels generate")):
         print(text)
+    return 0
+
+
+def _convert(args: list[str]) -> int:
+    from train.convert import ConvertCommand, run_convert
+
+    for line in run_convert(parse(ConvertCommand, args, "jaxmodels convert")):
+        print(line, flush=True)
     return 0
 
 

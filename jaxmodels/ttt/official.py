@@ -26,9 +26,10 @@ from jaxmodels.weights import Row, expect, export_weights, from_config, import_w
 Layout = Literal["pytorch", "flax"]
 
 LAYOUT = "the official TTT layout"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INNER_EPS = 1e-6
 """Of the norms inside the TTT layer; both official codes have it fixed."""
-FLAX_BLOCKS = {
+FLAX_BLOCKS: dict[str, tuple[type[TTT], Literal["transformer", "mamba"]]] = {
     "ttt_linear": (TTTLinear, "mamba"),
     "ttt_mlp": (TTTMLP, "mamba"),
     "ttt_linear_base": (TTTLinear, "transformer"),
@@ -63,14 +64,14 @@ def from_official(
         ours = config_from_official(config, dtype=dtype)
     weights = {_without_params(name): x for name, x in flatten(weights, ".").items()}
     layout = layout_of(weights)
-    if ours.head == LMHead(tied=True) and layout == "pytorch" and "lm_head.weight" in weights:
-        # PyTorch lists a tied matrix under both its names.
-        if not np.array_equal(weights["lm_head.weight"], weights.get("model.embed_tokens.weight")):
+    if ours.head == LMHead(tied=True) and {HEAD, EMBEDDING} <= weights.keys():
+        # PyTorch may list a tied matrix under both its names.
+        if not np.array_equal(weights[HEAD], weights[EMBEDDING]):
             raise ValueError(
-                "the config ties the output matrix to the embedding, and lm_head.weight differs "
-                "from model.embed_tokens.weight: set tie_word_embeddings to false"
+                f"the config ties the output matrix to the embedding, but {HEAD} differs from "
+                f"{EMBEDDING}: set tie_word_embeddings to false"
             )
-        del weights["lm_head.weight"]
+        del weights[HEAD]
     return ours, import_weights(build(ours), weight_table(ours, layout), weights)
 
 
@@ -117,7 +118,7 @@ def config_from_official(config: Mapping[str, Any], *, dtype: str = "float32") -
         pre_conv, width = get("pre_conv", True), get("conv_width", 4)
         tied = get("tie_word_embeddings", False)
     else:
-        kinds = {"linear": TTTLinear, "mlp": TTTMLP}
+        kinds: dict[str, type[TTT]] = {"linear": TTTLinear, "mlp": TTTMLP}
         layer = get("ttt_layer_type", "linear")
         if layer not in kinds:
             raise ValueError(f"ttt_layer_type={layer!r}: one of {', '.join(kinds)}")
@@ -315,10 +316,10 @@ def weight_table(config: DecoderConfig, layout: Layout = "pytorch") -> list[Row]
 
     row, matrix = make("", None)
     rows = [
-        row("inputs/embedding", "model.embed_tokens.weight", "model.wte.embedding", (V, D)),
+        row("inputs/embedding", EMBEDDING, "model.wte.embedding", (V, D)),
         row("final_norm/scale", "model.norm.weight", "model.ln_f.kernel", (D,)),
         *per_layer(config.num_layers, block),
     ]
     if not expect(config.head, LMHead, LAYOUT).tied:
-        rows.append(matrix("head/w", "lm_head.weight", "lm_head.kernel", (D, V)))
+        rows.append(matrix("head/w", HEAD, "lm_head.kernel", (D, V)))
     return rows
