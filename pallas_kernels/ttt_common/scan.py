@@ -81,14 +81,18 @@ def backward(
     norm = gamma[:, None], beta[:, None]
     first = tuple(x[0] for x in starts)
 
-    def rerun(weights, i):
+    def rerun(carry, i):
+        weights, stored, at = carry
         weights = restart(reset, i, first, weights)
         sums = learn(*(_cut(x, i) for x in (k, v, lr)), weights, *norm, eps)
-        return _step(weights, sums, pos_scale), weights
+        weights = _step(weights, sums, pos_scale)
+        stored = tuple(_put(x, at + 1, y, 0) for x, y in zip(stored, weights))
+        return (weights, stored, at + 1), None
 
     def mini_batch(carry, xs):
-        d_weights, d_first, grads, shared = carry
-        i, weights = xs
+        d_weights, d_first, grads, shared, stored = carry
+        i, at = xs
+        weights = restart(reset, i, first, tuple(_cut(x, at, 0) for x in stored))
         cut = (_cut(x, i) for x in (q, k, v, lr))
         new, d_weights, more = back(*cut, pos_scale, weights, *norm, eps, _cut(d_out, i), d_weights)
         grads = tuple(_put(x, i, y) for x, y in zip(grads, new))
@@ -97,24 +101,29 @@ def backward(
             # What came before a restart gets nothing; the given weights get it all.
             d_first = tuple(x + _keep(reset[:, i], y) for x, y in zip(d_first, d_weights))
             d_weights = tuple(_keep(~reset[:, i], y) for y in d_weights)
-        return (d_weights, d_first, grads, shared), None
+        return (d_weights, d_first, grads, shared, stored), None
 
     def group(carry, xs):
         numbers, start = xs
-        weights = jax.lax.scan(rerun, start, numbers)[1]
-        return jax.lax.scan(mini_batch, carry, (numbers, weights), reverse=True)[0], None
+        *carry, stored = carry
+        stored = tuple(_put(x, 0, y, 0) for x, y in zip(stored, start))
+        _, stored, _ = jax.lax.scan(rerun, (start, stored, 0), numbers[:-1])[0]
+        xs = numbers, np.arange(len(numbers))
+        return jax.lax.scan(mini_batch, (*carry, stored), xs, reverse=True)[0], None
 
     grads = tuple(jnp.zeros_like(x) for x in (q, k, v, lr))
     # Sums over sequences and tokens wait until the end; cut from lr and q, these zeros vary over
     # the same manual mesh axes.
     shared = (jnp.zeros_like(lr[:, :, 0]), *(jnp.zeros_like(q[:, :, 0], jnp.float32),) * 2)
     d_first = () if reset is None else tuple(jnp.zeros_like(x) for x in d_weights)
-    carry, done = (d_weights, d_first, grads, shared), T // b
+    # The weights of one group: room that is taken once, and written in place.
+    stored = tuple(jnp.broadcast_to(x[:1], (min(every, T // b), *x.shape[1:])) for x in starts)
+    carry, done = (d_weights, d_first, grads, shared, stored), T // b
     for numbers in reversed(_groups(T // b, every)):
         done -= numbers.size
         start = tuple(x[done // every :][: len(numbers)] for x in starts)
         carry = jax.lax.scan(group, carry, (numbers, start), reverse=True)[0]
-    d_weights, d_first, grads, (d_pos, d_gamma, d_beta) = carry
+    d_weights, d_first, grads, (d_pos, d_gamma, d_beta), _ = carry
     if reset is not None:
         d_weights = tuple(x + y for x, y in zip(d_weights, d_first))
     *grads, dlr = (x.reshape(*x.shape[:2], T, *x.shape[4:]) for x in grads)
@@ -160,10 +169,10 @@ def _grid(x, b):
     return x.reshape(*x.shape[:2], -1, b, *x.shape[3:])
 
 
-def _cut(x, i):
-    """Mini-batch i of (B, H, n, b, ...) in float32."""
-    return jax.lax.dynamic_index_in_dim(x, i, 2, keepdims=False).astype(jnp.float32)
+def _cut(x, i, axis=2):
+    """Mini-batch i, of (B, H, n, b, ...) if nothing else is said, in float32."""
+    return jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False).astype(jnp.float32)
 
 
-def _put(x, i, value):
-    return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), i, 2)
+def _put(x, i, value, axis=2):
+    return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), i, axis)
