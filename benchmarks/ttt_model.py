@@ -52,7 +52,7 @@ def main():
 def train(args):
     """Ours over the same model whose inner loop is left to autodiff."""
     print(f"\ntrain step, 125m width, 4 layers, Transformer backbone, T = {args.length}")
-    print(f"{'inner':>7} {'ours s':>8} {'autodiff s':>11} {'ratio':>6} {'MiB':>7} {'autodiff MiB':>13}")
+    print(f"{'inner':>7} {'ours s':>8} {'autodiff s':>11} {'ratio':>6} {'MiB':>7} {'autodiff':>13}")
     for inner in args.inner:
         config = model_config(inner, num_layers=4)
         plain = dataclasses.replace(config, mixer=with_plain_loop(config.mixer))
@@ -168,10 +168,18 @@ def with_plain_loop(mixer):
     """The mixer with its inner loop as one scan over mini-batches that JAX differentiates."""
     from ttt_op import PLAIN
 
+    from jaxmodels import TTTMLP
+
+    plain = PLAIN["mlp" if isinstance(mixer, TTTMLP) else "linear"]
+
+    def run(q, k, v, lr, pos_scale, state, ln_scale, ln_bias, **options):
+        weights = state[: len(state) // 2]
+        return plain(q, k, v, lr, pos_scale, ln_scale, ln_bias, *weights), state
+
     class Plain(type(mixer)):
         @property
         def operations(self):
-            return super().operations._replace(run=PLAIN[type(mixer).__name__])
+            return super().operations._replace(run=run)
 
     fields = {f.name: getattr(mixer, f.name) for f in dataclasses.fields(mixer)}
     return Plain(**fields)

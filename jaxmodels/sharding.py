@@ -63,21 +63,21 @@ def local(fn: Callable, in_names: Any, out_names: Any) -> Callable:
     free = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
     specs = lambda args: tuple(_spec(names, rules, free) for names in args)
     in_specs, out_specs = specs(in_names), specs(out_names)
-    used = {a for spec in in_specs for entry in spec if entry for a in entry}
+    used = {axis for names in in_names for name in names for axis in _axes_of(name, rules, free)}
     if all(mesh.shape[axis] == 1 for axis in used):
         return fn
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=free)
 
 
 def _spec(names, rules, free) -> P:
-    """The partition over mesh axes that no caller's `shard_map` holds."""
+    return P(*(_axes_of(name, rules, free) or None for name in names))
 
-    def axes_of(name):
-        entry = None if name is None else rules[name]
-        entry = (entry,) if isinstance(entry, str) else (entry or ())
-        return tuple(axis for axis in entry if axis in free) or None
 
-    return P(*map(axes_of, names))
+def _axes_of(name, rules, free) -> tuple[str, ...]:
+    """The mesh axes of a logical name that no caller's `shard_map` holds."""
+    entry = None if name is None else rules[name]
+    entry = (entry,) if isinstance(entry, str) else (entry or ())
+    return tuple(axis for axis in entry if axis in free)
 
 
 def any_mesh(out_specs: Callable[[Any], Any]) -> Callable[[Callable], Callable]:

@@ -106,10 +106,12 @@ def gradients(
     the gradients have the shardings of the parameters.
     """
     counted = token_weights(config, batch)
-    weights = counted
     if config.reduction == "rows":
         of_row = jnp.sum(counted, 1, keepdims=True)
         weights = jnp.where(of_row > 0, counted / jnp.maximum(of_row, 1e-9), 0.0)
+        weight = jnp.sum(of_row > 0, dtype=jnp.float32)  # without the rounding of their sum
+    else:
+        weights, weight = counted, jnp.sum(counted)
     batch = batch | {"weights": weights}
     value_and_grad = jax.value_and_grad(
         lambda params, batch: loss_sums(model, config, params, batch, inner_lr), has_aux=True
@@ -140,7 +142,6 @@ def gradients(
         start = (pin(zeros), {"nll": jnp.float32(0), "log_z_squared": jnp.float32(0)})
         (grads, sums), _ = jax.lax.scan(add, start, jax.tree.map(split, batch))
 
-    weight = jnp.sum(weights)
     # A batch without any weight has no loss and no gradient, rather than 0/0.
     scale = jnp.where(weight > 0, 1.0 / jnp.maximum(weight, 1e-9), 0.0)
     grads = pin(jax.tree.map(lambda g: g * scale.astype(g.dtype), grads))

@@ -465,6 +465,27 @@ def test_packed_documents_and_a_moving_average_train(workshop, tmp_path):
     assert np.isfinite(np.asarray(got)).all()
 
 
+def test_a_ttt_model_trains_on_packed_documents_with_room_for_them(workshop, tmp_path):
+    data = dataclasses.replace(workshop[0], packing="documents")
+    mixer = jaxmodels.TTTLinear(num_heads=2, max_documents=1)
+    config = tiny_experiment(
+        mixer,
+        data=dataclasses.asdict(data),
+        inner_lr={"start": 0.1, "warmup_steps": 2},
+        steps=4,
+        directory=str(tmp_path / "run"),
+    )
+    with pytest.raises(UserError, match=r"holds up to (\d+) documents.*max-documents \1"):
+        run(config)
+    assert not (tmp_path / "run").exists()
+    model = dataclasses.replace(config.model, mixer=dataclasses.replace(mixer, max_documents=64))
+    result = run(dataclasses.replace(config, model=model))
+    assert result.finished
+    records = read_log(tmp_path / "run" / "metrics.jsonl")
+    scales = [r["inner_lr_scale"] for r in records if r["kind"] == "train"]
+    np.testing.assert_allclose(scales, [0.1, 0.55, 1.0, 1.0], rtol=4e-3)
+
+
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -474,7 +495,10 @@ def test_packed_documents_and_a_moving_average_train(workshop, tmp_path):
         (dict(checkpoint={"keep_last": 0}), "checkpoint.keep_last=0"),
         (dict(loss={"chunk": 0}), "loss.chunk=0"),
         (dict(sample={"top_p": 1.5}), "sample.top_p=1.5"),
-        (dict(mixer="ttt", data={"packing": "documents"}), "TTTLinear cannot keep apart"),
+        (dict(mixer="ttt", data={"packing": "documents"}), r"TTTLinear does not.*max-documents"),
+        (dict(inner_lr={"start": 0.1, "warmup_steps": 3}), "Attention does not have"),
+        (dict(mixer="ttt", inner_lr={"warmup_steps": -1}), "inner_lr.warmup_steps=-1"),
+        (dict(loss={"reduction": "sum"}), "one of tokens, rows"),
     ],
 )
 def test_settings_that_would_fail_late_fail_at_once(tmp_path, changes, named):

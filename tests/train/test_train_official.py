@@ -15,7 +15,6 @@ import jaxmodels
 from jaxmodels import ttt
 from train.experiment import Experiment, InnerLRConfig, LossConfig, MeshConfig, OptimizerConfig
 from train.mesh import make_mesh
-from train.optim import learning_rate_schedule
 from train.step import make_trainer
 
 ONE, EIGHT, FOUR = {}, dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=2)
@@ -73,7 +72,6 @@ def test_steps_match_the_official_training_code(golden, name, axes):
     )
     state = trainer.init(jax.random.key(0))
     state["params"] = jax.device_put(params, trainer.shardings["params"])
-    schedule = learning_rate_schedule(experiment.optimizer, experiment.steps)
     for step in range(config["steps"]):
         targets = file["in/target_tokens"][step]
         np.testing.assert_array_equal(targets != 1, file["in/loss_masks"][step] > 0)
@@ -87,9 +85,10 @@ def test_steps_match_the_official_training_code(golden, name, axes):
         assert abs(metrics["loss"] - file["out/loss"][step]) < 5e-6
         norm = file["out/grad_norm"][step]
         assert abs(metrics["grad_norm"] - norm) < 5e-6 * norm
-        # The official log shows the rate of the update that comes next.
-        assert metrics["learning_rate"] == schedule(step)
-        assert np.float32(schedule(step + 1)) == file["out/logged_lr"][step]
+        # The official log shows the rate of the update that comes next. Without the compiler's
+        # optimisations (see conftest) its last bit may differ; with them it does not.
+        rate = np.float32(file["out/logged_lr"][step - 1] if step else 0)
+        np.testing.assert_array_max_ulp(np.float32(metrics["learning_rate"]), rate, maxulp=1)
         scale = metrics.get("inner_lr_scale", 1.0)
         assert np.float32(scale) == file["out/ttt_lr_mult"][step]
     final = ttt.to_official(model_config, jax.device_get(state["params"]), layout="flax")

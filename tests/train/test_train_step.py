@@ -116,6 +116,28 @@ def test_the_loss_is_the_weighted_mean_over_the_batch():
     np.testing.assert_allclose(metrics["weight"], w.sum(), rtol=1e-6)
 
 
+def test_the_mean_over_rows_without_the_ignored_token():
+    model = tiny_model()
+    batch = random_batch(5, ragged=True)
+    batch["weights"][2] = 0  # a row that counts nowhere
+    loss = LossConfig(reduction="rows", ignore_token=7)
+    batch["targets"][:, ::9] = 7
+    built = trainer(cube=False, loss=loss, optimizer="sgd", accumulation_steps=1)
+    state = built.init(jax.random.key(0))
+    logits = model.apply(state["params"], batch["tokens"])
+    nll, _ = jaxmodels.losses.cross_entropy(logits, batch["targets"])
+    w = batch["weights"] * (batch["targets"] != 7)
+    rows = [np.sum(n * r) / r.sum() for n, r in zip(np.asarray(nll), w) if r.any()]
+    assert len(rows) == len(w) - 1
+    micro = trainer(cube=False, loss=loss, optimizer="sgd", accumulation_steps=2)
+    (_, (micro_metrics,)) = run(micro, [batch])
+    _, (metrics,) = run(built, [batch], state)
+    for got in (metrics, micro_metrics):
+        np.testing.assert_allclose(got["loss"], np.mean(rows), rtol=1e-5)
+        np.testing.assert_allclose(got["weight"], w.sum(), rtol=1e-6)
+        np.testing.assert_allclose(got["grad_norm"], metrics["grad_norm"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion", "adafactor", "sgd"])
 def test_every_optimizer_trains(optimizer):
     rate = {"sgd": 0.5, "lion": 3e-3}.get(optimizer, 1e-2)
