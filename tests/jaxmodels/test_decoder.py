@@ -107,7 +107,7 @@ def test_is_causal(mixer):
 
 
 def packed_documents():
-    """Two rows of documents of 11, 2, 16, 7 and of 1, 30 tokens with padding, and where they are."""
+    """Rows of documents of 11, 2, 16, 7 and of 1, 30 tokens with padding, and where they are."""
     segments = np.zeros((2, 40), np.int32)
     pieces = [(0, 0, 11), (0, 11, 13), (0, 13, 29), (0, 33, 40), (1, 2, 3), (1, 3, 33)]
     for i, (row, start, stop) in enumerate(pieces, 1):
@@ -156,7 +156,7 @@ def test_a_document_too_many_is_nan_not_a_short_memory():
 def test_ttt_refuses_what_it_cannot_honour():
     model, params = tiny("ttt_linear")
     x = tokens(1, 16)
-    with pytest.raises(ValueError, match="segment_ids.*max_documents"):
+    with pytest.raises(ValueError, match=r"segment_ids.*max_documents"):
         model.apply(params, x, segment_ids=jnp.ones_like(x))
     with pytest.raises(ValueError, match="positions"):
         model.apply(params, x, positions=jnp.ones_like(x))
