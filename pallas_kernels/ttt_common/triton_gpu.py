@@ -100,7 +100,7 @@ def run(
     out_axes = [int(isinstance(x, Stacked)) for x in results]
     arrays = [x.value if isinstance(x, Stacked) else x for x in inputs]
     shapes = [x.value if isinstance(x, Stacked) else x for x in results]
-    B, H = arrays[0].shape[in_axes[0] : in_axes[0] + 2]
+    B, _H = arrays[0].shape[in_axes[0] : in_axes[0] + 2]
 
     @custom_vmap
     def call(*arrays):
@@ -124,6 +124,24 @@ def run(
     arrays = [_merge(x, axis) for x, axis in zip(arrays, in_axes)]
     out = match_varying((arrays, call(*arrays)))[1]
     return [_split(x, axis, B) for x, axis in zip(out, out_axes)]
+
+
+def one_token(kernel, q, k, v, lr, scale, last, state, gamma, beta, *, scalars=(), **constants):
+    """A decode step: the outputs (B, H, K) and the new state, which takes the place of the old."""
+    B, H, K = q.shape
+    per_head = (jnp.broadcast_to(x[:, None], (B, H)) for x in (scale, last.astype(jnp.int32)))
+    tokens = [q, k, v, lr, *per_head]
+    out, *new = run(
+        kernel,
+        [*tokens, *state, spread(gamma, B, H), spread(beta, B, H)],
+        [result(K, dtype=q.dtype), *(result(*x.shape[2:]) for x in state)],
+        scalars=scalars,
+        warps=8,
+        stages=1,
+        aliases={len(tokens) + i: 1 + i for i in range(len(state))},
+        **constants,
+    )
+    return out, type(state)(*new)
 
 
 def _merge(x, axis):

@@ -13,6 +13,8 @@ KERNELS = "pallas_kernels.ttt_linear.triton_kernels"
 def unsupported(K, b, F, dtype):
     """Why the kernels cannot run here with these sizes, or None. F is not used."""
     del F
+    if b > 32 and K > 64:
+        return "mini-batches beyond 32 tokens do not fit a multiprocessor with K > 64"
     return triton_gpu.unsupported(K, b, dtype)
 
 
@@ -67,6 +69,16 @@ def backward(q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, e
     return dq, dk, dv, dlr, sums[0], (dw, dbias), *sums[1:]
 
 
+def one_token(q, k, v, lr, scale, last, state, gamma, beta, *, eps):
+    """The decode step: q, k, v (B, H, K), lr (B, H), scale and last (B,). The state is written in
+    place where the caller donates it."""
+    K = q.shape[-1]
+    return triton_gpu.one_token(
+        f"{KERNELS}:one_token_kernel", q, k, v, lr, scale, last, state, gamma, beta,
+        EPS=eps, K=K, KP=padded(K),
+    )  # fmt: skip
+
+
 def _sizes(q, pos_scale):
     K, b = q.shape[-1], pos_scale.size
     return {
@@ -75,6 +87,6 @@ def _sizes(q, pos_scale):
         "BP": padded(b),
         "K": K,
         "KP": padded(K),
-        "warps": 4,
-        "stages": 2,
+        "warps": 8,
+        "stages": 1 if K > 64 else 2,
     }

@@ -166,3 +166,41 @@ def backward_kernel(
     store_row(dpos_ + program * B, dpos, B, BP)
     store_row(dgamma_ + program * K, tl.sum(dgamma, 0), K, KP)
     store_row(dbeta_ + program * K, tl.sum(dbeta, 0), K, KP)
+
+
+@triton.jit
+def one_token_kernel(
+    q_, k_, v_, lr_, scale_, last_, w_, bias_, w_sum_, bias_sum_, gamma_, beta_,
+    out_, w_out_, bias_out_, w_sum_out_, bias_sum_out_,
+    EPS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """The outputs of the state are its inputs: weights that stay are not written."""
+    program = tl.program_id(0).to(tl.int64)
+    WEIGHT: tl.constexpr = K == KP
+    rows = program * K
+    k = load_row(k_ + rows, K, KP)
+    q = load_row(q_ + rows, K, KP)
+    v = load_row(v_ + rows, K, KP)[None, :]
+    gamma = load_row(gamma_ + rows, K, KP)[None, :]
+    beta = load_row(beta_ + rows, K, KP)[None, :]
+    bias = load_row(bias_ + rows, K, KP)[None, :]
+    bias_sum = load_row(bias_sum_ + rows, K, KP)[None, :]
+    w = load_tile(w_ + rows * K, K, K, K, KP, KP, WEIGHT)
+    w_sum = load_tile(w_sum_ + rows * K, K, K, K, KP, KP, WEIGHT)
+    scale, last = tl.load(scale_ + program), tl.load(last_ + program) != 0
+
+    z = tl.sum(k[:, None] * w, 0)[None, :] + bias
+    x_hat, inverse = normalise(z, EPS, K, KP)
+    h = gamma * (gamma * x_hat + beta - v + k[None, :])
+    g = tl.load(lr_ + program) * input_gradient(h, x_hat, inverse, K, KP)
+    w_sum += k[:, None] * g
+    bias_sum += g
+    w -= scale * w_sum
+    bias -= scale * bias_sum
+    y_hat, inverse = normalise(tl.sum(q[:, None] * w, 0)[None, :] + bias, EPS, K, KP)
+    store_tile(out_ + rows, K, q[None, :] + gamma * y_hat + beta, 1, K, 1, KP)
+    store_tile(w_sum_out_ + rows * K, K, tl.where(last, 0.0, w_sum), K, K, KP, KP, WEIGHT)
+    store_tile(bias_sum_out_ + rows, K, tl.where(last, 0.0, bias_sum), 1, K, 1, KP)
+    if last:
+        store_tile(w_out_ + rows * K, K, w, K, K, KP, KP, WEIGHT)
+        store_tile(bias_out_ + rows, K, bias, 1, K, 1, KP)

@@ -13,6 +13,8 @@ KERNELS = "pallas_kernels.ttt_mlp.triton_kernels"
 def unsupported(K, b, F, dtype):
     """Why the kernels cannot run here with these sizes, or None. Any F will do."""
     del F
+    if b > 32 and (K > 64 or dtype == jnp.float32):
+        return "mini-batches beyond 32 tokens do not fit a multiprocessor with K > 64 or float32"
     return triton_gpu.unsupported(K, b, dtype)
 
 
@@ -22,7 +24,8 @@ def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):
     Returns the outputs, the last weights, and those at the start of every `every`-th mini-batch.
     """
     B, H, T, K = q.shape
-    n = T // pos_scale.size
+    b, F = pos_scale.size, weights[1].shape[-1]
+    n = T // b
     groups = -(-n // every)
     rows = (spread(x, B, H) for x in (gamma, beta))
     shapes = [x.shape[2:] for x in weights]
@@ -34,7 +37,7 @@ def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):
             *(result(*s) for s in shapes),
             *(Stacked(result(groups, *s)) for s in shapes),
         ],
-        scalars=(n,),
+        scalars=(n, -(-F // shard(b, K))),
         EVERY=every,
         EPS=eps,
         **_sizes(q, pos_scale, weights[1]),
@@ -60,13 +63,30 @@ def backward(q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, e
             *(result(every + 1, K, F), result(every + 1, F), result(every + 1, F, K)),
             *(result(every, b, K), result(every, b, K), result(every, b, b), result(b, F)),
         ],
-        scalars=(n,),
+        scalars=(n, -(-F // shard(b, K))),
         EVERY=every,
         EPS=eps,
         **_sizes(q, pos_scale, d_weights[1]),
     )
     sums = jnp.sum(dpos, (0, 1)), jnp.sum(dgamma, 0), jnp.sum(dbeta, 0)
     return dq, dk, dv, dlr, sums[0], (dw1, db1, dw2, db2), *sums[1:]
+
+
+def one_token(q, k, v, lr, scale, last, state, gamma, beta, *, eps):
+    """The decode step: q, k, v (B, H, K), lr (B, H), scale and last (B,). The state is written in
+    place where the caller donates it."""
+    K, F, FS = q.shape[-1], state.b1.shape[-1], 64
+    return triton_gpu.one_token(
+        f"{KERNELS}:one_token_kernel", q, k, v, lr, scale, last, state, gamma, beta,
+        scalars=(-(-F // FS),), EPS=eps, K=K, KP=padded(K), F=F, FS=FS,
+    )  # fmt: skip
+
+
+def shard(b, K):
+    """How much of the hidden width is in the multiprocessor at a time."""
+    if b > 32:
+        return 16
+    return 64 if b <= 16 and K <= 64 else 32
 
 
 def _sizes(q, pos_scale, b1):
@@ -78,7 +98,7 @@ def _sizes(q, pos_scale, b1):
         "K": K,
         "KP": padded(K),
         "F": b1.shape[-1],
-        "FS": 64,
+        "FS": shard(b, K),
         "warps": 8,
         "stages": 1,
     }

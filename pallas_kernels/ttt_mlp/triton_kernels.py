@@ -3,7 +3,7 @@
 """The device code of `triton_gpu.py`. Imports triton.
 
 One program per sequence and head, the N of them in order; the letters are those of `xla.py`. The
-hidden width F goes in SHARDS pieces of FS: FS columns of w1 and b1 with as many rows of w2. Weights
+hidden width F goes in pieces of FS: FS columns of w1 and b1 with as many rows of w2. Weights
 live in global memory, of which the L2 cache holds what is in use, and pass through the SM shard by
 shard; programs never touch each other's. `tl.debug_barrier` stands where threads of a program read
 what others of it have written.
@@ -72,10 +72,10 @@ def store_shard(
 
 @triton.jit
 def copy(
-    w1_, b1_, w2_, to_w1_, to_b1_, to_w2_,
+    shards, w1_, b1_, w2_, to_w1_, to_b1_, to_w2_,
     K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr,
 ):  # fmt: skip
-    for shard in range(tl.cdiv(F, FS)):
+    for shard in tl.range(0, shards, disable_licm=True):
         w1, b1, w2 = load_shard(w1_, b1_, w2_, shard, K, KP, F, FS)
         store_shard(to_w1_, to_b1_, to_w2_, shard, w1, b1, w2, K, KP, F, FS)
 
@@ -91,7 +91,7 @@ def outer_gradient(k, v, z2, gamma, beta, EPS: tl.constexpr, K: tl.constexpr, KP
 
 @triton.jit
 def mini_batch(
-    q, k, v, lr, pos, t_last, w1_, b1_, w2_, b2, to_w1_, to_b1_, to_w2_, gamma, beta,
+    q, k, v, lr, pos, t_last, shards, w1_, b1_, w2_, b2, to_w1_, to_b1_, to_w2_, gamma, beta,
     EPS: tl.constexpr, PRECISION: tl.constexpr, BP: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr,
 ):  # fmt: skip
@@ -100,11 +100,11 @@ def mini_batch(
     Returns z2, zb2, A2 = mask(1 + Xb X2^T) and the next b2.
     """
     z2 = tl.zeros((BP, KP), tl.float32) + b2[None, :]
-    for shard in range(tl.cdiv(F, FS)):
+    for shard in tl.range(0, shards, disable_licm=True):
         w1, b1, w2 = load_shard(w1_, b1_, w2_, shard, K, KP, F, FS)
-        x2, _ = gelu(product(k, w1, PRECISION) + b1[None, :])
+        x2, s = gelu(product(k, w1, PRECISION) + b1[None, :])
         z2 = add_product(z2, x2, w2, PRECISION)
-    _, _, _, _, g2 = outer_gradient(k, v, z2, gamma, beta, EPS, K, KP)
+    _x_hat, _inverse, _r, _h, g2 = outer_gradient(k, v, z2, gamma, beta, EPS, K, KP)
     e = pos[:, None] * lr[None, :]
     p1 = e * lower(1.0 + product(q, tl.trans(k), PRECISION), BP)
     rate = (t_last * lr)[:, None]
@@ -112,15 +112,16 @@ def mini_batch(
     zb2 = tl.zeros((BP, KP), tl.float32) + b2[None, :]
     a2 = tl.zeros((BP, BP), tl.float32)
     tl.debug_barrier()
-    for shard in range(tl.cdiv(F, FS)):
+    for shard in tl.range(0, shards, disable_licm=True):
         w1, b1, w2 = load_shard(w1_, b1_, w2_, shard, K, KP, F, FS)
         z1 = product(k, w1, PRECISION) + b1[None, :]
         x2, s = gelu(z1)
         g1 = product(g2, tl.trans(w2), PRECISION) * gelu_slope(z1, s)
         zb1 = product(q, w1, PRECISION) - product(p1, g1, PRECISION) + b1[None, :]
-        xb, _ = gelu(zb1)
+        xb, _sb = gelu(zb1)
         zb2 = add_product(zb2, xb, w2, PRECISION)
-        a2 = add_product(a2, xb, tl.trans(x2), PRECISION)
+        if shards > 0:
+            a2 = add_product(a2, xb, tl.trans(x2), PRECISION)
         step1 = rate * g1
         w1 -= product(tl.trans(k), step1, PRECISION)
         w2 -= product(tl.trans(x2), step2, PRECISION)
@@ -134,7 +135,7 @@ def mini_batch(
 
 @triton.jit
 def forward_kernel(
-    q_, k_, v_, lr_, pos_, w1_, b1_, w2_, b2_, gamma_, beta_, n,
+    q_, k_, v_, lr_, pos_, w1_, b1_, w2_, b2_, gamma_, beta_, n, shards,
     out_, w1_last_, b1_last_, w2_last_, b2_last_, w1_starts_, b1_starts_, w2_starts_, b2_starts_,
     EVERY: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
     B: tl.constexpr, BP: tl.constexpr,
@@ -154,11 +155,12 @@ def forward_kernel(
     w1_last_ += program * K * F
     b1_last_ += program * F
     w2_last_ += program * F * K
-    copy(w1_, b1_, w2_, w1_last_, b1_last_, w2_last_, K, KP, F, FS)
+    copy(shards, w1_, b1_, w2_, w1_last_, b1_last_, w2_last_, K, KP, F, FS)
     tl.debug_barrier()
     for group in range(tl.cdiv(n, EVERY)):
         place = group * programs + program
         copy(
+            shards,
             w1_last_, b1_last_, w2_last_,
             w1_starts_ + place * K * F, b1_starts_ + place * F, w2_starts_ + place * F * K,
             K, KP, F, FS,
@@ -171,7 +173,7 @@ def forward_kernel(
             q = load_tile(q_ + at * K, K, B, K, BP, KP, TILE)
             lr = load_row(lr_ + at, B, BP)
             _, zb2, _, b2 = mini_batch(
-                q, k, v, lr, pos, t_last,
+                q, k, v, lr, pos, t_last, shards,
                 w1_last_, b1_last_, w2_last_, b2, w1_last_, b1_last_, w2_last_,
                 gamma, beta, EPS, PRECISION, BP, K, KP, F, FS,
             )  # fmt: skip
@@ -183,7 +185,7 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     q_, k_, v_, lr_, pos_, w1_starts_, b1_starts_, w2_starts_, b2_starts_, gamma_, beta_,
-    d_out_, dw1_last_, db1_last_, dw2_last_, db2_last_, n,
+    d_out_, dw1_last_, db1_last_, dw2_last_, db2_last_, n, shards,
     dq_, dk_, dv_, dlr_, dpos_, dw1_, db1_, dw2_, db2_, dgamma_, dbeta_,
     w1_, b1_, w2_, z2_, zb2_, a2_, u_,
     EVERY: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -209,7 +211,7 @@ def backward_kernel(
     gamma = load_row(gamma_ + program * K, K, KP)[None, :]
     beta = load_row(beta_ + program * K, K, KP)[None, :]
     copy(
-        dw1_last_ + program * K * F, db1_last_ + program * F, dw2_last_ + program * F * K,
+        shards, dw1_last_ + program * K * F, db1_last_ + program * F, dw2_last_ + program * F * K,
         dw1_, db1_, dw2_, K, KP, F, FS,
     )  # fmt: skip
     db2 = load_row(db2_last_ + program * K, K, KP)
@@ -224,6 +226,7 @@ def backward_kernel(
         place = group * programs + program
         tl.debug_barrier()
         copy(
+            shards,
             w1_starts_ + place * K * F, b1_starts_ + place * F, w2_starts_ + place * F * K,
             w1_, b1_, w2_, K, KP, F, FS,
         )  # fmt: skip
@@ -237,7 +240,7 @@ def backward_kernel(
             lr = load_row(lr_ + at, B, BP)
             w1_now, b1_now, w2_now = w1_ + member * K * F, b1_ + member * F, w2_ + member * F * K
             z2, zb2, a2, b2 = mini_batch(
-                q, k, v, lr, pos, t_last,
+                q, k, v, lr, pos, t_last, shards,
                 w1_now, b1_now, w2_now, b2, w1_now + K * F, b1_now + F, w2_now + F * K,
                 gamma, beta, EPS, PRECISION, BP, K, KP, F, FS,
             )  # fmt: skip
@@ -276,7 +279,7 @@ def backward_kernel(
             mg = tl.zeros((BP,), tl.float32)
             dq = do
             dk = tl.zeros((BP, KP), tl.float32)
-            for shard in range(tl.cdiv(F, FS)):
+            for shard in tl.range(0, shards, disable_licm=True):
                 w1, b1, w2 = load_shard(w1_now, b1_now, w2_now, shard, K, KP, F, FS)
                 dw1, db1, dw2 = load_shard(dw1_, db1_, dw2_, shard, K, KP, F, FS)
                 z1 = product(k, w1, PRECISION) + b1[None, :]
@@ -292,7 +295,8 @@ def backward_kernel(
                 m2 = add_product(m2, x2, dw2, PRECISION)
                 dzb1 = dxb * gelu_slope(zb1, sb)
                 dq = add_product(dq, dzb1, tl.trans(w1), PRECISION)
-                dp1 = add_product(dp1, dzb1, tl.trans(g1), PRECISION)
+                if shards > 0:
+                    dp1 = add_product(dp1, dzb1, tl.trans(g1), PRECISION)
                 m1 = product(k, dw1, PRECISION) + db1[None, :]
                 mg += tl.sum(m1 * g1, 1)
                 dg1 = -product(tl.trans(p1), dzb1, PRECISION) - rate * m1
@@ -321,7 +325,7 @@ def backward_kernel(
             dbeta += dr
             dk += dr
             tl.debug_barrier()
-            for shard in range(tl.cdiv(F, FS)):
+            for shard in tl.range(0, shards, disable_licm=True):
                 w1, b1, w2 = load_shard(w1_now, b1_now, w2_now, shard, K, KP, F, FS)
                 dw1, db1, dw2 = load_shard(dw1_, db1_, dw2_, shard, K, KP, F, FS)
                 u = load_tile(u_ + shard * FS, F, B, F - shard * FS, BP, FS, HIDDEN)
@@ -345,3 +349,67 @@ def backward_kernel(
     store_row(dpos_ + program * B, dpos, B, BP)
     store_row(dgamma_ + program * K, tl.sum(dgamma, 0), K, KP)
     store_row(dbeta_ + program * K, tl.sum(dbeta, 0), K, KP)
+
+
+@triton.jit
+def one_token_kernel(
+    q_, k_, v_, lr_, scale_, last_,
+    w1_, b1_, w2_, b2_, w1_sum_, b1_sum_, w2_sum_, b2_sum_, gamma_, beta_, shards,
+    out_, w1_out_, b1_out_, w2_out_, b2_out_,
+    w1_sum_out_, b1_sum_out_, w2_sum_out_, b2_sum_out_,
+    EPS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, F: tl.constexpr, FS: tl.constexpr,
+):  # fmt: skip
+    """The outputs of the state are its inputs: weights that stay are not written."""
+    program = tl.program_id(0).to(tl.int64)
+    rows, hidden, weight = program * K, program * F, program * K * F
+    k = load_row(k_ + rows, K, KP)
+    q = load_row(q_ + rows, K, KP)
+    v = load_row(v_ + rows, K, KP)[None, :]
+    gamma = load_row(gamma_ + rows, K, KP)[None, :]
+    beta = load_row(beta_ + rows, K, KP)[None, :]
+    b2 = load_row(b2_ + rows, K, KP)[None, :]
+    lr, scale = tl.load(lr_ + program), tl.load(scale_ + program)
+    last = tl.load(last_ + program) != 0
+
+    z2 = b2
+    for shard in tl.range(0, shards):
+        w1, b1, w2 = load_shard(w1_ + weight, b1_ + hidden, w2_ + weight, shard, K, KP, F, FS)
+        x2, s = gelu(tl.sum(k[:, None] * w1, 0) + b1)
+        z2 += tl.sum(x2[:, None] * w2, 0)[None, :]
+    _x_hat, inverse, _r, _h, g2 = outer_gradient(k[None, :], v, z2, gamma, beta, EPS, K, KP)
+    g2_lr = lr * g2
+    b2_sum = load_row(b2_sum_ + rows, K, KP)[None, :] + g2_lr
+    b2 -= scale * b2_sum
+
+    zb2 = b2
+    for shard in tl.range(0, shards):
+        w1, b1, w2 = load_shard(w1_ + weight, b1_ + hidden, w2_ + weight, shard, K, KP, F, FS)
+        w1_sum, b1_sum, w2_sum = load_shard(
+            w1_sum_ + weight, b1_sum_ + hidden, w2_sum_ + weight, shard, K, KP, F, FS
+        )
+        z1 = tl.sum(k[:, None] * w1, 0) + b1
+        x2, s = gelu(z1)
+        g1 = lr * tl.sum(w2 * g2, 1) * gelu_slope(z1, s)
+        w1_sum += k[:, None] * g1[None, :]
+        b1_sum += g1
+        w2_sum += x2[:, None] * g2_lr
+        w1 -= scale * w1_sum
+        b1 -= scale * b1_sum
+        w2 -= scale * w2_sum
+        xb, s = gelu(tl.sum(q[:, None] * w1, 0) + b1)
+        zb2 += tl.sum(xb[:, None] * w2, 0)[None, :]
+        store_shard(
+            w1_sum_out_ + weight, b1_sum_out_ + hidden, w2_sum_out_ + weight, shard,
+            tl.where(last, 0.0, w1_sum), tl.where(last, 0.0, b1_sum), tl.where(last, 0.0, w2_sum),
+            K, KP, F, FS,
+        )  # fmt: skip
+        if last:
+            store_shard(
+                w1_out_ + weight, b1_out_ + hidden, w2_out_ + weight, shard, w1, b1, w2,
+                K, KP, F, FS,
+            )  # fmt: skip
+    y_hat, _inverse = normalise(zb2, EPS, K, KP)
+    store_tile(out_ + rows, K, q[None, :] + gamma * y_hat + beta, 1, K, 1, KP)
+    store_tile(b2_sum_out_ + rows, K, tl.where(last, 0.0, b2_sum), 1, K, 1, KP)
+    if last:
+        store_tile(b2_out_ + rows, K, b2, 1, K, 1, KP)

@@ -144,3 +144,22 @@ def test_equals_the_reference(op, K, b, n, every, F, dtype, launched):
     assert [x.dtype for x in got[:3]] == [dtype] * 3
     assert_close(got, grads, TOLERANCE[dtype])
     assert len(launched) == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "K", "F"),
+    [("ttt_linear", 64, None), ("ttt_linear", 24, None), ("ttt_mlp", 64, 256), ("ttt_mlp", 96, 80)],
+)
+def test_one_token_equals_the_reference(op, K, F, launched):
+    rng = np.random.default_rng(1)
+    array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    weights = [0.3 * array(B, H, *s) for s in weight_shapes(op, K, F)]
+    state = STATES[op](*weights, *(0.1 * x for x in weights))
+    q, k, v = (array(B, H, K) for _ in range(3))
+    lr, scale, last = jax.nn.sigmoid(array(B, H)) / K, jnp.array([0.5, 0.2]), jnp.array([0, 1]) > 0
+    arrays = q, k, v, lr, scale, last, state, 1 + 0.2 * array(H, K), 0.2 * array(H, K)
+    want = module(op, "reference").one_token(*arrays, eps=1e-6)
+    got = module(op, "triton_gpu").one_token(*arrays, eps=1e-6)
+    assert type(got[1]) is STATES[op]
+    assert_close(got, want, 1e-5)
+    assert len(launched) == 1
