@@ -1,6 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""TTT-MLP on NVIDIA GPUs (Ampere and newer): Triton kernels, called through jax_triton."""
+"""TTT-MLP on NVIDIA GPUs (Ampere and newer): Triton kernels, called through jax_triton.
+
+One program per sequence and head goes through the mini-batches. W1 and W2 of one head (128 KiB in
+float32 at K = 64) and their cotangents do not fit a multiprocessor together, so all of them live in
+global memory, where the L2 cache holds what is in use, and pass through shard by shard (`shard`
+columns of W1 with as many rows of W2), float32 throughout. In registers are the b x K tiles of one
+mini-batch: Z2 and Zb2 sum over the shards.
+
+Forward: per mini-batch a first pass for Z2 and G2, a second one that reads and updates the weights
+in place (in what becomes the last weights). Backward: groups in reverse; the states of one group
+are recomputed into scratch, 4 (every + 1) (2 K F + F) bytes per program, with Z2, Zb2 and A2 of
+each mini-batch; then, per mini-batch, one pass for all that comes before the second-order piece and
+one for what follows it. dW1 and dW2 are updated in place in what becomes the result.
+
+Per token and head, K = 64, F = 4 K, b = 16, every = 16:
+
+    forward    64 K^2 + 20 b K FLOPs  282,624    1,545 bytes of float32, 1,033 of bfloat16; L2 25 KB
+    backward  208 K^2 + 70 b K        923,648    2,833, and 1,681;                          L2 78 KB
+    one_token  80 K^2                 327,680  393,216 (96 K^2)
+
+The FLOPs include what is computed twice: Z1 in each pass, the forward pass in the backward one.
+Products of float32 inputs are three TF32 products each, of bfloat16 inputs one (`precision`).
+Shared memory on an H100, of 8 warps with 255 registers per thread (float32, bfloat16), K = 64,
+b = 16: forward 42 KiB and 57 KiB, backward 88 KiB and 104 KiB, where 4,128 and 776 bytes are
+spilled; one_token 2 KiB. K = 96 is padded to 128: backward with bfloat16 108 KiB; b = 64: 188 KiB.
+"""
 
 import jax.numpy as jnp
 

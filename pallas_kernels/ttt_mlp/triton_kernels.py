@@ -376,7 +376,7 @@ def one_token_kernel(
         w1, b1, w2 = load_shard(w1_ + weight, b1_ + hidden, w2_ + weight, shard, K, KP, F, FS)
         x2, s = gelu(tl.sum(k[:, None] * w1, 0) + b1)
         z2 += tl.sum(x2[:, None] * w2, 0)[None, :]
-    _x_hat, inverse, _r, _h, g2 = outer_gradient(k[None, :], v, z2, gamma, beta, EPS, K, KP)
+    _x_hat, _inverse, _r, _h, g2 = outer_gradient(k[None, :], v, z2, gamma, beta, EPS, K, KP)
     g2_lr = lr * g2
     b2_sum = load_row(b2_sum_ + rows, K, KP)[None, :] + g2_lr
     b2 -= scale * b2_sum

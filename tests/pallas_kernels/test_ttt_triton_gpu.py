@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_interpreter
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import ttt_linear as linear
 from pallas_kernels import ttt_mlp as mlp
 from pallas_kernels.ttt_common import triton_gpu
-from pallas_kernels.ttt_common.reference import token_by_token
 
 pytest.importorskip("triton", reason="triton is not installed: no interpreter for its kernels")
 
-B, H = 2, 2
 STATES = {"ttt_linear": linear.TTTLinearState, "ttt_mlp": mlp.TTTMLPState}
 
 
@@ -30,14 +29,14 @@ def interpreter():
 
 @pytest.fixture(autouse=True)
 def launched(interpreter, monkeypatch):
-    """Every launch goes to the interpreter; the list of those that happened."""
+    """Every launch goes to the interpreter; the list of the kernels that ran."""
     kernels = []
 
     def launch(kernel, arrays, scalars, shapes, programs, warps, stages, aliases, constants):
-        kernels.append(kernel)
         results = [(x.shape, np.dtype(x.dtype)) for x in shapes]
 
         def run(*arrays):
+            kernels.append(kernel)
             arrays = [np.asarray(x) for x in arrays]
             job = kernel, arrays, scalars, results, programs, aliases, constants
             return interpreter.submit(triton_interpreter.interpret, *job).result()
@@ -58,7 +57,7 @@ def weight_shapes(op, K, F):
     return [(K, F), (F,), (F, K), (K,)]
 
 
-def inputs(op, K, b, n, dtype, F=None, seed=0):
+def inputs(op, B, H, K, b, n, dtype, F=None, seed=0):
     """q, k, v, lr, pos_scale, weights, gamma, beta, and cotangents of out and the last weights."""
     rng = np.random.default_rng(seed)
     array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
@@ -72,36 +71,30 @@ def inputs(op, K, b, n, dtype, F=None, seed=0):
     return (q, k, v, lr, pos, weights, gamma, beta), d_out, d_weights
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def expected(op, arrays, d_out, d_weights):
-    """The outputs, last weights and cotangents of the reference, all float32."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def expected(op, every, arrays, d_out, d_weights):
+    """(out, last weights), the weights at the start of each group, and the cotangents: by the
+    reference, token by token, in float32."""
+    one_token = module(op, "reference").one_token
 
     def run(q, k, v, lr, pos, weights, gamma, beta):
-        phase, valid = jnp.zeros(q.shape[:1], jnp.int32), jnp.ones(q.shape[::2][:2], bool)
+        B, b = q.shape[0], pos.size
+
+        def token(state, xs):
+            i, q, k, v, lr = xs
+            scale, last = jnp.full((B,), pos[i % b]), jnp.full((B,), i % b == b - 1)
+            out, new = one_token(q, k, v, lr, scale, last, state, gamma, beta, eps=1e-6)
+            return new, (out, state[: len(weights)])
+
         state = STATES[op](*weights, *(jnp.zeros_like(x) for x in weights))
-        out, state = token_by_token(
-            module(op, "reference").one_token, q, k, v, lr, pos, state, gamma, beta,
-            phase=phase, valid=valid, reset=None, eps=1e-6,
-        )  # fmt: skip
-        return out, tuple(state[: len(weights)])
+        xs = (jnp.arange(q.shape[2]), *(jnp.moveaxis(x, 2, 0) for x in (q, k, v, lr)))
+        state, (out, before) = jax.lax.scan(token, state, xs)
+        starts = tuple(x[:: b * every] for x in before)
+        return (jnp.moveaxis(out, 0, 2), tuple(state[: len(weights)])), starts
 
     arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    result, vjp = jax.vjp(run, *arrays)
-    return result, vjp((d_out.astype(jnp.float32), d_weights))
-
-
-def starts_of(op, arrays, every):
-    """The weights at the start of each group, by the reference."""
-    q, k, v, lr, pos, weights, gamma, beta = arrays
-    b, found = pos.size, []
-    for first in range(0, q.shape[2] // b, every):
-        cut = [x[:, :, : first * b] for x in (q, k, v, lr)]
-        d_out, d_weights = jnp.zeros_like(cut[0]), jax.tree.map(jnp.zeros_like, weights)
-        last = weights
-        if first:
-            last = expected(op, (*cut, pos, weights, gamma, beta), d_out, d_weights)[0][1]
-        found.append(last)
-    return jax.tree.map(lambda *x: jnp.stack(x), *found)
+    result, vjp, starts = jax.vjp(run, *arrays, has_aux=True)
+    return result, starts, vjp((d_out.astype(jnp.float32), d_weights))
 
 
 def assert_close(got, want, tolerance):
@@ -114,36 +107,94 @@ def assert_close(got, want, tolerance):
 
 
 CASES = [
-    ("ttt_linear", 64, 16, 5, 2, None, "float32"),
-    ("ttt_linear", 64, 16, 3, 8, None, "bfloat16"),
-    ("ttt_linear", 96, 16, 3, 1, None, "float32"),
-    ("ttt_linear", 96, 64, 2, 2, None, "bfloat16"),
-    ("ttt_linear", 64, 64, 3, 2, None, "float32"),
-    ("ttt_linear", 24, 5, 4, 3, None, "float32"),
-    ("ttt_mlp", 64, 16, 3, 2, 256, "float32"),
-    ("ttt_mlp", 64, 16, 2, 8, 256, "bfloat16"),
-    ("ttt_mlp", 96, 64, 2, 1, 384, "bfloat16"),
-    ("ttt_mlp", 24, 5, 4, 3, 80, "float32"),
+    # B, H, K, b, mini-batches, every, F, dtype
+    ("ttt_linear", 2, 2, 64, 16, 5, 2, None, "float32"),
+    ("ttt_linear", 1, 1, 64, 16, 3, 8, None, "bfloat16"),
+    ("ttt_linear", 1, 1, 96, 16, 3, 1, None, "float32"),
+    ("ttt_linear", 1, 2, 96, 16, 1, 4, None, "bfloat16"),
+    ("ttt_linear", 1, 1, 64, 64, 3, 2, None, "float32"),
+    ("ttt_linear", 2, 1, 24, 5, 4, 3, None, "float32"),
+    ("ttt_mlp", 2, 2, 24, 5, 4, 3, 80, "float32"),
+    ("ttt_mlp", 1, 1, 64, 16, 3, 2, 256, "float32"),
+    ("ttt_mlp", 1, 1, 64, 64, 2, 8, 256, "bfloat16"),
+    ("ttt_mlp", 1, 1, 96, 16, 2, 1, 384, "bfloat16"),
 ]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
-@pytest.mark.parametrize(("op", "K", "b", "n", "every", "F", "dtype"), CASES)
-def test_equals_the_reference(op, K, b, n, every, F, dtype, launched):
-    arrays, d_out, d_weights = inputs(op, K, b, n, jnp.dtype(dtype), F)
-    (out, last), grads = expected(op, arrays, d_out, d_weights)
+@pytest.mark.parametrize(("op", "B", "H", "K", "b", "n", "every", "F", "dtype"), CASES)
+def test_equals_the_reference(op, B, H, K, b, n, every, F, dtype, launched):
+    arrays, d_out, d_weights = inputs(op, B, H, K, b, n, jnp.dtype(dtype), F)
+    results, starts, grads = expected(op, every, arrays, d_out, d_weights)
     kernels = module(op, "triton_gpu")
-    got_out, got_last, starts = kernels.forward(*arrays, eps=1e-6, every=every)
-    assert got_out.dtype == dtype
-    assert_close((got_out, got_last), (out, last), TOLERANCE[dtype])
-    assert_close(starts, starts_of(op, arrays, every), TOLERANCE[dtype])
+    *got, got_starts = kernels.forward(*arrays, eps=1e-6, every=every)
+    assert got[0].dtype == dtype
+    assert_close(got, results, TOLERANCE[dtype])
+    assert_close(got_starts, starts, TOLERANCE[dtype])
 
     q, k, v, lr, pos, _, gamma, beta = arrays
-    saved = (q, k, v, lr, pos, starts, gamma, beta)
+    saved = (q, k, v, lr, pos, got_starts, gamma, beta)
     got = kernels.backward(*saved, d_out, d_weights, eps=1e-6, every=every)
     assert [x.dtype for x in got[:3]] == [dtype] * 3
     assert_close(got, grads, TOLERANCE[dtype])
     assert len(launched) == 2
+
+
+@pytest.mark.parametrize(("op", "F"), [("ttt_linear", None), ("ttt_mlp", 32)])
+def test_mapped_axes_become_programs(op, F, launched):
+    """vmap over everything but pos_scale and gamma, twice over for the forward pass."""
+    sets = [inputs(op, 1, 2, 16, 4, 3, jnp.float32, F, seed) for seed in range(2)]
+    arrays, d_out, d_weights = jax.tree.map(lambda *x: jnp.stack(x), *sets)
+    pos, gamma = arrays[4][0], arrays[6][0]
+    arrays = (*arrays[:4], pos, arrays[5], gamma, arrays[7])
+    axes = (0, 0, 0, 0, None, 0, None, 0)
+    kernels = module(op, "triton_gpu")
+    forward = functools.partial(kernels.forward, eps=1e-6, every=2)
+    backward = functools.partial(kernels.backward, eps=1e-6, every=2)
+    out, last, starts = jax.vmap(forward, axes)(*arrays)
+    saved = (*arrays[:5], starts, *arrays[6:], d_out, d_weights)
+    grads = jax.vmap(backward, (*axes, 0, 0))(*saved)
+    assert len(launched) == 2
+    for i in range(2):
+        pick = functools.partial(jax.tree.map, lambda x, i=i: x[i])
+        one = tuple(x if axis is None else pick(x) for x, axis in zip(arrays, axes))
+        want, want_starts, want_grads = expected(op, 2, one, d_out[i], pick(d_weights))
+        assert_close(pick((out, last, starts, grads)), (*want, want_starts, want_grads), 2e-5)
+    pair = functools.partial(jax.tree.map, lambda x: jnp.stack([x, x]))
+    again = jax.vmap(jax.vmap(forward, axes))(*pair(arrays))
+    assert_close(again, pair((out, last, starts)), 1e-6)
+
+
+@pytest.mark.parametrize(("op", "F"), [("ttt_linear", None), ("ttt_mlp", 32)])
+def test_public_operation_under_jit_scan_checkpoint_and_shard_map(op, F, launched):
+    """Its value and gradients, with a partial last mini-batch, on two devices."""
+    call = {"ttt_linear": linear.ttt_linear, "ttt_mlp": mlp.ttt_mlp}[op]
+    arrays, *_ = inputs(op, 2, 2, 16, 4, 3, jnp.float32, F)
+    arrays = (*(x[:, :, :10] for x in arrays[:4]), *arrays[4:])
+    per_head, whole = PartitionSpec("data"), PartitionSpec()
+    specs = (per_head,) * 4 + (whole, per_head, whole, whole)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+
+    def loss(implementation, *arrays):
+        def layer(x, _):
+            q, k, v, lr, pos, weights, gamma, beta = arrays
+            state = STATES[op](*weights, *(jnp.zeros_like(x) for x in weights))
+            out, state = call(
+                q + x, k, v, lr, pos, state, gamma, beta, implementation=implementation
+            )
+            return out, sum(jnp.sum(jnp.sin(x)) for x in state)
+
+        x, sums = jax.lax.scan(jax.checkpoint(layer), jnp.zeros_like(arrays[0]), length=2)
+        return jax.lax.psum(jnp.sum(jnp.sin(x)) + jnp.sum(sums), "data")
+
+    def run(implementation):
+        sharded = jax.shard_map(
+            functools.partial(loss, implementation), mesh=mesh, in_specs=specs, out_specs=whole
+        )
+        return jax.jit(jax.value_and_grad(sharded, tuple(range(8))))(*arrays)
+
+    assert_close(run("triton_gpu"), run("reference"), 2e-5)
+    assert launched
 
 
 @pytest.mark.parametrize(
@@ -151,6 +202,7 @@ def test_equals_the_reference(op, K, b, n, every, F, dtype, launched):
     [("ttt_linear", 64, None), ("ttt_linear", 24, None), ("ttt_mlp", 64, 256), ("ttt_mlp", 96, 80)],
 )
 def test_one_token_equals_the_reference(op, K, F, launched):
+    B, H = 2, 1
     rng = np.random.default_rng(1)
     array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     weights = [0.3 * array(B, H, *s) for s in weight_shapes(op, K, F)]
