@@ -157,7 +157,7 @@ def read_source(path: str | Path, config: str | None = None) -> Source:
     """
     path = Path(path)
     if path.is_dir():
-        if (path / "meta").is_dir() or (path / FOLDER).is_dir():
+        if path.name == FOLDER or (path / "meta").is_dir() or (path / FOLDER).is_dir():
             if config is not None:
                 raise UserError("--config: a checkpoint of ours knows its config; drop the option.")
             loaded = load(find_checkpoint(path))

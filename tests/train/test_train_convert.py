@@ -21,6 +21,7 @@ from jaxmodels import ttt
 from jaxmodels.ttt import official, stream
 from train.checkpoint import load
 from train.cli import main
+from train.convert import read_source
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "ttt"
 STREAM = GOLDENS / "jax_streaming_train_state_linear_bf16.msgpack"
@@ -146,6 +147,8 @@ def test_a_converted_checkpoint_generates_and_evaluates(tmp_path, capsys):
     assert "--tokenizer" in convert(capsys, *args, code=2)
     convert(capsys, *args, "--tokenizer", "bytes", "--check")
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "run").params, params)
+    for place in ("run/checkpoints", "run/checkpoints/0"):
+        jax.tree.map(np.testing.assert_array_equal, read_source(tmp_path / place).params, params)
 
     checkpoint = ["--checkpoint", str(tmp_path / "run")]
     prompt = ["--prompt", "def f(x):", "--max-new-tokens", "6", "--temperature", "0"]
