@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""TTT-Linear on NVIDIA GPUs (Ampere and newer): Triton kernels, called through jax_triton.
+"""TTT-Linear on NVIDIA GPUs (Ampere, Ada, Hopper): Triton kernels, called through jax_triton.
 
 One program per sequence and head goes through the mini-batches. Forward: the state (W, b) stays in
 registers in float32, a mini-batch's tiles pass through shared memory, and every `every`-th state
@@ -11,7 +11,7 @@ Per token and head, K = 64, b = 16, every = 16:
 
     forward    6 K^2 + 4 b K FLOPs    28,672    1,093 bytes of float32, 581 of bfloat16
     backward  20 K^2 + 12 b K         94,208    2,381, and 1,229; and 2,080 of scratch
-    one_token  8 K^2                  32,768   49,152 (12 K^2), 4 K^2 more where it ends a mini-batch
+    one_token  8 K^2                  32,768   49,152 (12 K^2), and 4 K^2 where a mini-batch ends
 
 Shared memory and registers per thread on an H100, of 8 warps (float32, bfloat16), K = 64, b = 16:
 forward 40 KiB and 24 KiB, 245 and 174 registers; backward 56 KiB and 45 KiB, 255 registers, 1,140

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright 2026 The jaxmodels authors
-"""TTT-MLP on NVIDIA GPUs (Ampere and newer): Triton kernels, called through jax_triton.
+"""TTT-MLP on NVIDIA GPUs (Ampere, Ada, Hopper): Triton kernels, called through jax_triton.
 
 One program per sequence and head goes through the mini-batches. W1 and W2 of one head (128 KiB in
 float32 at K = 64) and their cotangents do not fit a multiprocessor together, so all of them live in
