@@ -128,9 +128,9 @@ class DecoderConfig:
     @property
     def block_taps(self) -> tuple[str, ...]:
         """Names of the intermediates of a block; their values carry a leading layer axis."""
+        pre = () if self.pre_conv is None else ("pre_conv_out",)
         names = ("mixer_in", "mixer_out", "channel_in", "channel_out", "block_out")
-        names += () if self.pre_conv is None else ("pre_conv_out",)
-        return names + self.mixer.taps + self.channel.taps
+        return pre + names + self.mixer.taps + self.channel.taps
 
     @property
     def taps(self) -> tuple[str, ...]:

@@ -42,7 +42,10 @@ class CausalConvLayer(nnx.Module):
         self.config = config
         # Each output sums W values of its own channel: variance 1 / W.
         init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        kernel = lambda key, shape, dtype: init(key, (shape[0], 1, shape[1]), dtype)[:, 0]
+
+        def kernel(key, shape, dtype=jnp.float32, out_sharding=None):
+            return init(key, (shape[0], 1, shape[1]), dtype, out_sharding)[:, 0]
+
         self.kernel = weight(rngs, (config.width, channels), (None, axis), param_dtype, kernel)
         self.bias = constant(0.0, (channels,), (axis,), param_dtype)
 

@@ -15,13 +15,13 @@ class Compact(NamedTuple):
     """(B, T) int32: the valid tokens in their order, then the others."""
     place: jax.Array
     """(B, T) int32: where each token went; the inverse of `order`."""
-    count: jax.Array
-    """(B,) int32: valid tokens."""
+    valid: jax.Array
+    """(B,) int32: how many there are."""
 
     def front(self, x: jax.Array) -> jax.Array:
         """x (B, T, ...) with the valid tokens first and zeros after them."""
         x = jnp.take_along_axis(x, _like(self.order, x), 1)
-        inside = jnp.arange(x.shape[1]) < self.count[:, None]
+        inside = jnp.arange(x.shape[1]) < self.valid[:, None]
         return jnp.where(_like(inside, x), x, jnp.zeros((), x.dtype))
 
     def back(self, x: jax.Array) -> jax.Array:

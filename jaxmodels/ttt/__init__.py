@@ -5,7 +5,7 @@ in this folder)."""
 
 from jaxmodels.ttt import stream
 from jaxmodels.ttt.config import TTT, TTTMLP, TTTLinear
-from jaxmodels.ttt.layer import STATISTICS, TTTLayer, TTTLayerState
+from jaxmodels.ttt.layer import STATISTICS, VIEWS, TTTLayer, TTTLayerState
 from jaxmodels.ttt.official import (
     config_from_official,
     config_to_official,
@@ -19,6 +19,7 @@ __all__ = [
     "STATISTICS",
     "TTT",
     "TTTMLP",
+    "VIEWS",
     "TTTLayer",
     "TTTLayerState",
     "TTTLinear",

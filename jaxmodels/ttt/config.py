@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxmodels.slots import MixerConfig
-from jaxmodels.ttt.layer import STATISTICS, TTTLayer
+from jaxmodels.ttt.layer import STATISTICS, VIEWS, TTTLayer
 from pallas_kernels import ttt_linear, ttt_mlp
+
+Backbone = Literal["transformer", "mamba"]
 
 
 class Operations(NamedTuple):
@@ -24,7 +26,7 @@ class Operations(NamedTuple):
 class TTT(MixerConfig):
     """What TTT-Linear and TTT-MLP have in common; choose one of those."""
 
-    taps: ClassVar[tuple[str, ...]] = ("ttt_inner", "ttt_out", *STATISTICS)
+    taps: ClassVar[tuple[str, ...]] = (*VIEWS, "ttt_inner", "ttt_out", *STATISTICS)
     takes_inner_lr: ClassVar[bool] = True
 
     num_heads: int
@@ -33,7 +35,7 @@ class TTT(MixerConfig):
     """Tokens b whose inner gradients are taken at the same state."""
     base_lr: float = 1.0
     """Inner learning rate before the learned gate."""
-    backbone: Literal["transformer", "mamba"] = "transformer"
+    backbone: Backbone = "transformer"
     """`transformer`: q, k, v by three projections. `mamba`: q and k by one projection and a short
     convolution each, and a gate on the output."""
     conv_width: int = 4

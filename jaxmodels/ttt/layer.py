@@ -36,6 +36,9 @@ from jaxmodels.ttt.documents import lay_documents
 if TYPE_CHECKING:
     from jaxmodels.ttt.config import TTT
 
+VIEWS = ("ttt_q", "ttt_k", "ttt_v", "ttt_lr")
+"""Taps of what the inner loop reads, (B, H, T, K) and (B, H, T)."""
+
 STATISTICS = ("ttt_loss_initial", "ttt_loss_before", "ttt_loss_after", "ttt_target_spread")
 """Taps with one value per whole mini-batch, (B, H, n); see `TTTLayer`."""
 
@@ -117,13 +120,15 @@ class TTTLayer(nnx.Module):
             document starts from the learned initial state. Needs `max_documents` in the config; not
             together with a state or `valid`.
           inner_lr_scale: () float, multiplies all inner learning rates (their warm-up in training).
-          tap: collects `ttt_inner` (B, T, H K), the readings of the inner model; `ttt_out` (B, T,
-            H K), the input of the output projection; and per whole mini-batch, (B, H, n) float32,
-            the mean squared error of the inner model at the mini-batch's last token under the
-            learned initial state (`ttt_loss_initial`), the state at the mini-batch's start
-            (`ttt_loss_before`) and the state after it (`ttt_loss_after`), and how far the target
-            v - k, before the rotation, at its first token lies from the mean target of the sequence
-            (`ttt_target_spread`, the mean square over K).
+          tap: collects `ttt_q`, `ttt_k` and `ttt_v` (B, H, T, K), the views after convolution and
+            rotation; `ttt_lr` (B, H, T) float32, the inner learning rates; `ttt_inner` (B, T, H K),
+            the readings of the inner model; `ttt_out` (B, T, H K), the input of the output
+            projection; and per whole mini-batch, (B, H, n) float32, the mean squared error of the
+            inner model at the mini-batch's last token under the learned initial state
+            (`ttt_loss_initial`), the state at the mini-batch's start (`ttt_loss_before`) and the
+            state after it (`ttt_loss_after`), and how far the target v - k, before the rotation, at
+            its first token lies from the mean target of the sequence (`ttt_target_spread`, the mean
+            square over K).
 
         Raises:
           ValueError: for arguments that exclude each other.
@@ -159,6 +164,8 @@ class TTTLayer(nnx.Module):
         lr = self._learning_rates(x)
         if inner_lr_scale is not None:
             lr = lr * inner_lr_scale
+        for name, view in zip(VIEWS, (q, k, v, lr)):
+            tap(name, view)
         pos_scale = jnp.maximum(0.0, 1.0 / jnp.arange(1, b + 1) + self.position_offset[...])
 
         inner = (self.init_state(B) if state is None else state).inner
@@ -169,9 +176,13 @@ class TTTLayer(nnx.Module):
             )
             for name, values in losses.items():
                 tap(f"ttt_loss_{name}", values)
-        tokens = (q, k, v, lr) if layout is None else map(layout.spread, (q, k, v, lr))
+        if layout is not None:
+            q, k, v, lr = map(layout.spread, (q, k, v, lr))
         out, inner = self._inner_loop(
-            *tokens,
+            q,
+            k,
+            v,
+            lr,
             pos_scale,
             inner,
             *norm,

@@ -11,16 +11,16 @@ from jaxmodels.decoder import DecoderConfig
 from jaxmodels.layers.channel import SwiGLU
 from jaxmodels.layers.convolution import CausalConv
 from jaxmodels.layers.embeddings import TokenInputs
-from jaxmodels.ttt.config import TTT, TTTMLP, TTTLinear
+from jaxmodels.ttt.config import TTT, TTTMLP, Backbone, TTTLinear
 
 
-def ttt_linear(*, num_heads: int, backbone: str = "transformer", **options) -> DecoderConfig:
+def ttt_linear(*, num_heads: int, backbone: Backbone = "transformer", **options) -> DecoderConfig:
     """A TTT-Linear language model; `d_model`, `num_layers`, `d_ff` and further fields of
     `DecoderConfig` as keywords. The Mamba backbone brings the convolution before the mixer."""
     return _decoder(TTTLinear(num_heads=num_heads, backbone=backbone), **options)
 
 
-def ttt_mlp(*, num_heads: int, backbone: str = "transformer", **options) -> DecoderConfig:
+def ttt_mlp(*, num_heads: int, backbone: Backbone = "transformer", **options) -> DecoderConfig:
     """A TTT-MLP language model, see `ttt_linear`."""
     return _decoder(TTTMLP(num_heads=num_heads, backbone=backbone), **options)
 
@@ -42,9 +42,11 @@ SIZES = {
     "1.3b": dict(d_model=2048, num_layers=24, num_heads=32, d_ff=5504),
 }
 
+BACKBONES: dict[Backbone, str] = {"mamba": "", "transformer": "-transformer"}
+
 PRESETS = {
     f"{name}-{size}{suffix}": make(backbone=backbone, **sizes)
     for name, make in (("ttt-linear", ttt_linear), ("ttt-mlp", ttt_mlp))
-    for backbone, suffix in (("mamba", ""), ("transformer", "-transformer"))
+    for backbone, suffix in BACKBONES.items()
     for size, sizes in SIZES.items()
 }

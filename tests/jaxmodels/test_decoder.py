@@ -68,6 +68,8 @@ def test_taps(mixer):
     assert set(taps) == set(names)
     for name, value in taps.items():
         lead = (3, 2, 13) if name in model.config.block_taps else (2, 13)
+        if name in jaxmodels.ttt.VIEWS:
+            lead = (3, 2, 4, 13)
         if name in jaxmodels.ttt.STATISTICS:
             lead = (3, 2, 4, 1)  # one whole mini-batch of 8
         assert value.shape[: len(lead)] == lead, name

@@ -3,6 +3,8 @@
 """Models and single layers run with no mesh, under Auto, under Explicit and inside the caller's
 shard_map."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +40,21 @@ def shard(model, params, mesh):
     return jax.tree.unflatten(tree, placed)
 
 
-def loss(model, params, x):
-    return jnp.mean(model.apply(params, x) ** 2)
+def loss_and_output(model, params, x):
+    out = model.apply(params, x)
+    return jnp.mean(out**2), out
+
+
+gradient = jax.jit(jax.grad(loss_and_output, argnums=1, has_aux=True), static_argnums=0)
+
+
+@functools.cache
+def single_device(mixer):
+    """(model, params, tokens, output, gradients) with no mesh; compiling takes most of the time."""
+    model, params = tiny(mixer)
+    x = tokens(4, 13)
+    grads, out = gradient(model, params, x)
+    return model, params, x, out, grads
 
 
 def same_grads(got, want):
@@ -50,19 +65,14 @@ def same_grads(got, want):
 @mixers
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_under_a_mesh(mixer, kind):
-    model, params = tiny(mixer)
-    x = tokens(4, 13)
-    want = jax.jit(model.apply)(params, x)
-    want_grad = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(model, params, x)
+    model, params, x, want, want_grad = single_device(mixer)
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh), jaxmodels.sharding.use_rules(RULES):
         placed, rows = shard(model, params, mesh), jax.device_put(x, NamedSharding(mesh, P("data")))
-        out = jax.jit(model.apply)(placed, rows)
+        grads, out = gradient(model, placed, rows)
         assert out.sharding.spec[0] == "data"
         assert max_abs(out, want) < 2e-5
-        same_grads(
-            jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(model, placed, rows), want_grad
-        )
+        same_grads(grads, want_grad)
         state = jax.jit(lambda p: model.init_state(p, 4, 13))(placed)
         step = jax.jit(lambda p, x, s: model.apply(p, x, state=s))
         first, state = step(placed, rows[:, :6], state)
@@ -74,14 +84,16 @@ def test_under_a_mesh(mixer, kind):
 
 @mixers
 def test_inside_the_callers_shard_map(mixer):
-    model, params = tiny(mixer)
-    x = tokens(4, 13)
-    want = jax.jit(model.apply)(params, x)
-    want_grad = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(model, params, x)
+    model, params, x, want, want_grad = single_device(mixer)
     mesh = mesh_of(AxisType.Auto)
     run = jax.shard_map(model.apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-    assert max_abs(jax.jit(run)(params, x), want) < 2e-5
-    grads = jax.jit(jax.grad(lambda p: jnp.mean(run(p, x) ** 2)))(params)
+
+    def loss(params):
+        out = run(params, x)
+        return jnp.mean(out**2), out
+
+    grads, out = jax.jit(jax.grad(loss, has_aux=True))(params)
+    assert max_abs(out, want) < 2e-5
     same_grads(grads, want_grad)
 
     def read(params, x):

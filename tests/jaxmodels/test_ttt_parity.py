@@ -20,7 +20,7 @@ INNER_NAMES = {
     "linear": {"w": "W1", "b": "b1"},
     "mlp": {"w1": "W1", "b1": "b1", "w2": "W2", "b2": "b2"},
 }
-TAPS = ("embedding", "block_out", "hidden", "ttt_inner", "mixer_out")
+TAPS = ("embedding", "block_out", "hidden", "ttt_inner", "mixer_out", *ttt.VIEWS)
 STATISTICS = {
     "ttt_loss_initial": "ttt_loss_init",
     "ttt_loss_before": "ttt_loss_step_0",
@@ -72,6 +72,12 @@ def test_pytorch_model(golden, name, case):
     if case:
         return
     assert max_abs(taps["hidden"], file["out/hidden/2"]) < 2e-5
+    for ours, theirs in zip(ttt.VIEWS, ("XQ", "XK", "XV", "ttt_lr_eta")):
+        want = file[f"out/layer0/{theirs}"]
+        assert max_abs(taps[ours][0].reshape(want.shape), want) < 2e-5, ours
+    offset = params["blocks"]["mixer"]["position_offset"][0]
+    factors = np.maximum(0.0, 1 / np.arange(1, 17) + offset)
+    assert max_abs(factors, file["out/layer0/token_eta"]) < 1e-7
 
     @jax.jit
     def read(params, ids):
