@@ -30,8 +30,6 @@ KERNELS = "pallas_kernels.ttt_linear.triton_kernels"
 def unsupported(K, b, F, dtype):
     """Why the kernels cannot run here with these sizes, or None. F is not used."""
     del F
-    if b > 32 and K > 64:
-        return "mini-batches beyond 32 tokens do not fit a multiprocessor with K > 64"
     return triton_gpu.unsupported(K, b, dtype)
 
 
@@ -69,18 +67,23 @@ def backward(q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, e
     rows = (spread(x, B, H) for x in (gamma, beta))
     starts = (Stacked(x) for x in starts)
     tokens, row = result(T, K, dtype=q.dtype), result(K)
+    sizes = _sizes(q, pos_scale)
+    chunks = sizes["CHUNKS"]
+    slots = 1 if chunks == 1 else chunks + 1
     dq, dk, dv, dlr, dpos, dw, dbias, dgamma, dbeta, *_ = run(
         f"{KERNELS}:backward_kernel",
         [q, k, v, lr, spread(pos_scale, B, H), *starts, *rows, d_out, *d_weights],
         [
             *(tokens, tokens, tokens, result(T), result(pos_scale.size)),
             *(result(K, K), row, row, row),
-            *(result(every, K, K), result(every, K)),
+            *(result(every * slots, K, K), result(every * slots, K)),
         ],
         scalars=(n,),
         EVERY=every,
         EPS=eps,
-        **_sizes(q, pos_scale),
+        PARTS=1 << (chunks - 1).bit_length(),
+        SLOTS=slots,
+        **sizes,
     )
     sums = jnp.sum(dpos, (0, 1)), jnp.sum(dgamma, 0), jnp.sum(dbeta, 0)
     return dq, dk, dv, dlr, sums[0], (dw, dbias), *sums[1:]
@@ -101,7 +104,8 @@ def _sizes(q, pos_scale):
     return {
         "PRECISION": precision(q.dtype),
         "B": b,
-        "BP": padded(b),
+        "BP": 16,
+        "CHUNKS": -(-b // 16),
         "K": K,
         "KP": padded(K),
         "warps": 8,

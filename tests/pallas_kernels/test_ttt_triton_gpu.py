@@ -113,6 +113,7 @@ CASES = [
     ("ttt_linear", 1, 1, 96, 16, 3, 1, None, "float32"),
     ("ttt_linear", 1, 2, 96, 16, 1, 4, None, "bfloat16"),
     ("ttt_linear", 1, 1, 64, 64, 3, 2, None, "float32"),
+    ("ttt_linear", 1, 2, 24, 40, 3, 2, None, "float32"),
     ("ttt_linear", 2, 1, 24, 5, 4, 3, None, "float32"),
     ("ttt_mlp", 2, 2, 24, 5, 4, 3, 80, "float32"),
     ("ttt_mlp", 1, 1, 64, 16, 3, 2, 256, "float32"),
