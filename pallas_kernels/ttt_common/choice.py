@@ -2,13 +2,11 @@
 # Copyright 2026 The jaxmodels authors
 """Which implementation of a TTT operation runs.
 
-An operation is a package with one module per implementation, imported when it is wanted: the GPU
-one needs jax-triton, which cannot be imported everywhere.
+An operation is a package with one module per implementation, imported when it is wanted.
 """
 
 import functools
 import importlib
-import importlib.util
 import logging
 
 import jax
@@ -36,23 +34,12 @@ def check(package, implementation, sizes, refused):
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r}: one of {IMPLEMENTATIONS} or None")
     if implementation in KERNELS.values():
-        why = refused or obstacle(package, implementation, *sizes)
+        why = refused or load(package, implementation).unsupported(*sizes)
         if why is not None:
             raise ValueError(
                 f"implementation={implementation!r} cannot run this: {why}; "
                 "take 'xla', or None for the best that can"
             )
-
-
-def obstacle(package, implementation, K, b, F, dtype) -> str | None:
-    """Why a kernel cannot run here or with these sizes."""
-    if implementation == "triton_gpu" and importlib.util.find_spec("jax_triton") is None:
-        return "jax_triton is not installed (pip install 'jaxmodels[triton]')"
-    try:
-        module = load(package, implementation)
-    except ImportError as error:
-        return f"its module cannot be imported ({error})"
-    return module.unsupported(K, b, F, dtype)
 
 
 def dispatch(package, implementation, function, sizes, *args, **options):
@@ -63,32 +50,35 @@ def dispatch(package, implementation, function, sizes, *args, **options):
     else JAX's default one. Programs lowered elsewhere (for another platform and without a mesh)
     get "xla", unless a kernel is named.
     """
-    default = functools.partial(getattr(load(package, "xla"), function), **options)
     if implementation is not None:
         return getattr(load(package, implementation), function)(*args, **options)
+    default = functools.partial(getattr(load(package, "xla"), function), **options)
+    meshes = {jax.sharding.get_abstract_mesh()}
+    meshes |= {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)}
     branches = {}
-    for platform in _platforms(args):
-        kernel = KERNELS.get(platform)
-        if kernel is None:
-            continue
-        why = obstacle(package, kernel, *sizes)
+    for platform in _platforms(meshes) & KERNELS.keys():
+        kernel = load(package, KERNELS[platform])
+        why = kernel.unsupported(*sizes) or _split(meshes)
         if why is None:
-            branches[platform] = functools.partial(
-                getattr(load(package, kernel), function), **options
-            )
+            branches[platform] = functools.partial(getattr(kernel, function), **options)
         else:
-            _say_once(package, kernel, platform, why)
+            _say_once(package, KERNELS[platform], platform, why)
     if not branches:
         return default(*args)
     return jax.lax.platform_dependent(*args, default=default, **branches)
 
 
-def _platforms(args) -> set[str]:
-    meshes = [jax.sharding.get_abstract_mesh()]
-    meshes += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
+def _platforms(meshes) -> set[str]:
     devices = {mesh.abstract_device for mesh in meshes} - {None}
     names = {device.platform for device in devices} or {jax.default_backend()}
     return {"cuda" if name == "gpu" else name for name in names}
+
+
+def _split(meshes) -> str | None:
+    for mesh in meshes:
+        if any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items()):
+            return "XLA cannot split a kernel over a mesh: call the operation inside shard_map"
+    return None
 
 
 @functools.cache
