@@ -63,6 +63,7 @@ def kernel_environment(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / "jupyter"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_and_leaves_nothing(path, tmp_path, kernel_environment):
     folder = tmp_path / "empty"
