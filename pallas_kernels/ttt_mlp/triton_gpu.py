@@ -38,8 +38,6 @@ KERNELS = "pallas_kernels.ttt_mlp.triton_kernels"
 def unsupported(K, b, F, dtype):
     """Why the kernels cannot run here with these sizes, or None. Any F will do."""
     del F
-    if b > 32 and (K > 64 or dtype == jnp.float32):
-        return "mini-batches beyond 32 tokens do not fit a multiprocessor with K > 64 or float32"
     return triton_gpu.unsupported(K, b, dtype)
 
 
@@ -54,6 +52,8 @@ def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):
     groups = -(-n // every)
     rows = (spread(x, B, H) for x in (gamma, beta))
     shapes = [x.shape[2:] for x in weights]
+    # The sums of w1, b1 and w2 within a mini-batch of several chunks.
+    sums = [result(*s) for s in shapes[:3]] if b > 16 else [result(1)] * 3
     out, *rest = run(
         f"{KERNELS}:forward_kernel",
         [q, k, v, lr, spread(pos_scale, B, H), *weights, *rows],
@@ -61,13 +61,14 @@ def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):
             result(T, K, dtype=q.dtype),
             *(result(*s) for s in shapes),
             *(Stacked(result(groups, *s)) for s in shapes),
+            *sums,
         ],
-        scalars=(n, -(-F // shard(b, K))),
+        scalars=(n, -(-F // shard(K))),
         EVERY=every,
         EPS=eps,
         **_sizes(q, pos_scale, weights[1]),
     )
-    return out, tuple(rest[:4]), tuple(rest[4:])
+    return out, tuple(rest[:4]), tuple(rest[4:8])
 
 
 def backward(q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, eps, every):
@@ -78,20 +79,29 @@ def backward(q, k, v, lr, pos_scale, starts, gamma, beta, d_out, d_weights, *, e
     rows = (spread(x, B, H) for x in (gamma, beta))
     starts = (Stacked(x) for x in starts)
     tokens, row = result(T, K, dtype=q.dtype), result(K)
+    sizes = _sizes(q, pos_scale, d_weights[1])
+    chunks = sizes["CHUNKS"]
+    slots = 1 if chunks == 1 else chunks + 1
+    places, kept = every * slots + 1, every * chunks
+    sums = [result(K, F), result(F), result(F, K)] if chunks > 1 else [result(1)] * 3
     dq, dk, dv, dlr, dpos, dw1, db1, dw2, db2, dgamma, dbeta, *_ = run(
         f"{KERNELS}:backward_kernel",
         [q, k, v, lr, spread(pos_scale, B, H), *starts, *rows, d_out, *d_weights],
         [
             *(tokens, tokens, tokens, result(T), result(b)),
             *(result(K, F), result(F), result(F, K), row, row, row),
-            # The weights of a group's mini-batches, z2, zb2, A2 of each, and half of dz1.
-            *(result(every + 1, K, F), result(every + 1, F), result(every + 1, F, K)),
-            *(result(every, b, K), result(every, b, K), result(every, b, b), result(b, F)),
+            # The weights of a group's mini-batches, z2, zb2, A2 of each chunk, half of dz1, and
+            # the cotangents of the sums.
+            *(result(places, K, F), result(places, F), result(places, F, K), result(places, K)),
+            *(result(kept, 16, K), result(kept, 16, K), result(kept, 16, 16), result(16, F)),
+            *sums,
         ],
-        scalars=(n, -(-F // shard(b, K))),
+        scalars=(n, -(-F // shard(K))),
         EVERY=every,
         EPS=eps,
-        **_sizes(q, pos_scale, d_weights[1]),
+        PARTS=1 << (chunks - 1).bit_length(),
+        SLOTS=slots,
+        **sizes,
     )
     sums = jnp.sum(dpos, (0, 1)), jnp.sum(dgamma, 0), jnp.sum(dbeta, 0)
     return dq, dk, dv, dlr, sums[0], (dw1, db1, dw2, db2), *sums[1:]
@@ -107,11 +117,9 @@ def one_token(q, k, v, lr, scale, last, state, gamma, beta, *, eps):
     )  # fmt: skip
 
 
-def shard(b, K):
+def shard(K):
     """How much of the hidden width is in the multiprocessor at a time."""
-    if b > 32:
-        return 16
-    return 64 if b <= 16 and K <= 64 else 32
+    return 64 if K <= 64 else 32
 
 
 def _sizes(q, pos_scale, b1):
@@ -119,11 +127,12 @@ def _sizes(q, pos_scale, b1):
     return {
         "PRECISION": precision(q.dtype),
         "B": b,
-        "BP": padded(b),
+        "BP": 16,
+        "CHUNKS": -(-b // 16),
         "K": K,
         "KP": padded(K),
         "F": b1.shape[-1],
-        "FS": shard(b, K),
+        "FS": shard(K),
         "warps": 8,
         "stages": 1,
     }

@@ -116,6 +116,7 @@ CASES = [
     ("ttt_linear", 1, 2, 24, 40, 3, 2, None, "float32"),
     ("ttt_linear", 2, 1, 24, 5, 4, 3, None, "float32"),
     ("ttt_mlp", 2, 2, 24, 5, 4, 3, 80, "float32"),
+    ("ttt_mlp", 1, 2, 24, 40, 3, 2, 80, "float32"),
     ("ttt_mlp", 1, 1, 64, 16, 3, 2, 256, "float32"),
     ("ttt_mlp", 1, 1, 64, 64, 2, 8, 256, "bfloat16"),
     ("ttt_mlp", 1, 1, 96, 16, 2, 1, 384, "bfloat16"),

@@ -126,7 +126,10 @@ CASES = [
     ("ttt_mlp", 64, 16, "bfloat16"),
     ("ttt_mlp", 96, 16, "float32"),
     ("ttt_mlp", 96, 16, "bfloat16"),
+    ("ttt_mlp", 64, 64, "float32"),
     ("ttt_mlp", 64, 64, "bfloat16"),
+    ("ttt_mlp", 96, 64, "float32"),
+    ("ttt_mlp", 96, 64, "bfloat16"),
 ]
 
 
