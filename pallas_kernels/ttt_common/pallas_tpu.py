@@ -2,20 +2,31 @@
 # Copyright 2026 The jaxmodels authors
 """The TPU kernels of both TTT operations, around the arithmetic of one mini-batch that each brings.
 
-Several heads stand side by side in the lanes (two for K = 64), each sequence's heads in turn: a
-*pack*. Weights of a pack are stored compact, [K, heads columns], and worked with block-diagonal,
-[heads K, heads columns]; a product of all tokens with a block-diagonal weight serves every head of
-the pack. Products of tokens with tokens take one factor stacked: [heads b, lanes], where the rows
-of head h are zero outside the lanes of head h.
+Several heads stand side by side in the lanes, two for K = 64, those of all sequences in one row: a
+*pack*. (A head of K = 96 stands alone, in three quarters of the lanes; where B H is odd, all do.)
+Weights of a pack are stored compact, [K, heads columns], and worked with block-diagonal,
+[heads K, heads columns]: one product of all tokens with such a weight serves every head, and costs
+a matrix unit of 128 x 128 no more than the heads' own products, which would leave it half empty.
+Products of tokens with tokens take one factor stacked: [heads b, lanes], where the rows of head h
+are zero outside the lanes of head h.
 
 Grid: (blocks of packs, time), time in order. The weights stay in VMEM, float32, from the first
-mini-batch to the last; tokens come and go in double-buffered tiles.
+mini-batch to the last; tokens come and go in double-buffered tiles of up to `checkpoint_every`
+mini-batches. The packs of a block are independent, so that one's products hide another's latency.
+
+The backward kernel walks the groups of `checkpoint_every` mini-batches in reverse: it reruns a
+group from the stored weights into VMEM, then goes back through its mini-batches.
+
+Precision: float32 inputs are multiplied at `Precision.HIGHEST` (six passes); for bfloat16 inputs
+all factors are rounded to bfloat16, one pass, and summed in float32. Weights, norms and everything
+element by element are float32 in both.
 
 Letters: B batch, H heads, T tokens, K head width, b tokens in a mini-batch, n mini-batches,
 N packs in a block, L = heads K lanes, S = heads b stacked rows, C columns of a weight (1 row for a
 bias). Inside, everything is float32 and has the leading axis N.
 """
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,7 +38,7 @@ from pallas_kernels.varying import match_varying
 
 LANES = 128
 VMEM_LIMIT = 48 * 2**20  # of 128 MiB (v5e, v6e) or 64 MiB (v5p)
-BLOCK_BUDGET = 24 * 2**20  # what the blocks may take of it; the rest is for values between
+BLOCK_BUDGET = 24 * 2**20  # what our count may reach; what the compiler adds has the rest
 
 
 class Pack(NamedTuple):
@@ -293,11 +304,9 @@ def _pack_vector(x, B, heads):
 def _tile_bytes(shape, dtype=jnp.float32):
     """What an array takes in VMEM, its last two axes padded to whole tiles."""
     size = jnp.dtype(dtype).itemsize
-    *lead, rows, lanes = (1, *shape)
-    total = -(-rows // (32 // size)) * (32 // size) * -(-lanes // LANES) * LANES * size
-    for x in lead:
-        total *= x
-    return total
+    rows = -(-shape[-2] // (32 // size)) * (32 // size)
+    lanes = -(-shape[-1] // LANES) * LANES
+    return math.prod(shape[:-2]) * rows * lanes * size
 
 
 class _Sizes(NamedTuple):
@@ -371,8 +380,8 @@ def forward(arithmetic, q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, ev
     count = len(weights)
 
     def kernel(q, k, v, lr, pos, gamma, beta, *refs):
-        given, refs = refs[:count], refs[count:]
-        out, last, starts, state = refs[0], *(refs[1 + i * count :][:count] for i in range(3))
+        given, out, refs = refs[:count], refs[count], refs[count + 1 :]
+        last, starts, state = (refs[i * count :][:count] for i in range(3))
         step = pl.program_id(1)
 
         @pl.when(step == 0)
@@ -465,8 +474,8 @@ def backward(
 
     def kernel(q, k, v, lr, pos, gamma, beta, d_out, *refs):
         starts, given, refs = refs[:count], refs[count : 2 * count], refs[2 * count :]
-        (dq, dk, dv, dlr, *d_shared), refs = refs[:7], refs[7:]
-        d_first, state, d_state, states = (refs[i * count :][:count] for i in range(4))
+        dq, dk, dv, dlr, *d_shared = refs[:7]
+        d_first, state, d_state, states = (refs[7 + i * count :][:count] for i in range(4))
         step = pl.program_id(1)
 
         @pl.when(step == 0)

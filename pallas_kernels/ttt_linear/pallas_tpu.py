@@ -37,8 +37,8 @@ def _read(q, k, v, lr, pos, weights, gamma, beta, pack):
 
 
 def _forward(q, k, v, lr, pos, weights, gamma, beta, pack):
-    learned, *_, (y_hat, _) = _read(q, k, v, lr, pos, weights, gamma, beta, pack)
-    return q + gamma * y_hat + beta, _step(k, lr, pos, learned[2], weights, pack)
+    learned, *_, read = _read(q, k, v, lr, pos, weights, gamma, beta, pack)
+    return q + gamma * read[0] + beta, _step(k, lr, pos, learned[2], weights, pack)
 
 
 def _advance(k, v, lr, pos, weights, gamma, beta, pack):
@@ -49,7 +49,7 @@ def _advance(k, v, lr, pos, weights, gamma, beta, pack):
 
 def _backward(q, k, v, lr, pos, weights, gamma, beta, do, d_weights, pack):
     b, L = q.shape[1:]
-    w, dw, dbias = weights[0], *d_weights
+    w, (dw, dbias) = weights[0], d_weights
     learned, k_stack, g_stack, a, e, (y_hat, y_inverse) = _read(
         q, k, v, lr, pos, weights, gamma, beta, pack
     )
