@@ -34,21 +34,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.ttt_common.tpu_packs import Pack, expand, fold, normalise
 from pallas_kernels.varying import match_varying
 
 LANES = 128
 VMEM_LIMIT = 48 * 2**20  # of 128 MiB (v5e, v6e) or 64 MiB (v5p)
 BLOCK_BUDGET = 24 * 2**20  # what our count may reach; what the compiler adds has the rest
-
-
-class Pack(NamedTuple):
-    """How the arithmetic has to be done: static."""
-
-    heads: int
-    """Heads side by side in the lanes."""
-    exact: bool
-    """Products of float32 at full precision; else their factors are rounded to bfloat16."""
-    eps: float
 
 
 class Arithmetic(Protocol):
@@ -68,184 +59,6 @@ class Arithmetic(Protocol):
 
     def predict(self, q, weights):
         """The inner model before its last norm, (N, 1, K)."""
-
-
-# Pieces of the arithmetic.
-
-
-def _own(shape, axis, head, heads):
-    """Where an index along `axis` belongs to one of the heads."""
-    width = shape[axis] // heads
-    index = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-    return (index >= head * width) & (index < (head + 1) * width)
-
-
-def dot(x, y, x_axis, y_axis, pack):
-    """Product of (N, ...) matrices over these axes, counted without N."""
-    if not pack.exact:
-        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-    precision = jax.lax.Precision.HIGHEST if pack.exact else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(
-        x,
-        y,
-        (((x_axis + 1,), (y_axis + 1,)), ((0,), (0,))),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def sums(x, pack):
-    """Per head and token: the sum over its lanes, (N, b, 1) for each head."""
-    if pack.heads == 1:
-        return [jnp.sum(x, -1, keepdims=True)]
-    own = (_own(x.shape, 2, h, pack.heads) for h in range(pack.heads))
-    return [jnp.sum(jnp.where(mask, x, 0), -1, keepdims=True) for mask in own]
-
-
-def spread(columns, shape):
-    """The inverse: one (N, b, 1) per head over the head's lanes."""
-    total = jnp.broadcast_to(columns[0], shape)
-    for h, column in enumerate(columns[1:], 1):
-        total = jnp.where(_own(shape, 2, h, len(columns)), column, total)
-    return total
-
-
-def mean(x, pack):
-    """Mean over each head's lanes, at all of them."""
-    size = x.shape[-1] // pack.heads
-    return spread([total / size for total in sums(x, pack)], x.shape)
-
-
-def normalise(z, pack):
-    """LN without scale and bias, and 1 / sigma."""
-    centred = z - mean(z, pack)
-    inverse = jax.lax.rsqrt(mean(centred * centred, pack) + pack.eps)
-    return centred * inverse, inverse
-
-
-def normalise_input_gradient(g, x_hat, inverse, pack):
-    """Cotangent of z, given the cotangent g of x_hat = LN(z)."""
-    return (g - mean(g, pack) - x_hat * mean(g * x_hat, pack)) * inverse
-
-
-def learn(z, k, v, gamma, beta, pack):
-    """From the inner prediction z: LN(z), 1 / sigma, and the inner gradient G with respect to z,
-    one row per token."""
-    x_hat, inverse = normalise(z, pack)
-    h = gamma * (gamma * x_hat + beta - v + k)
-    return x_hat, inverse, normalise_input_gradient(h, x_hat, inverse, pack)
-
-
-def learn_transpose(dg, learned, k, v, gamma, beta, pack):
-    """Cotangents of z, of k - v, and of gamma (by token), from that of G = J(H; x_hat, sigma),
-    H = gamma R: the derivative of a derivative of LN."""
-    x_hat, inverse, g = learned
-    r = gamma * x_hat + beta - v + k
-    h = gamma * r
-    slope = mean(dg * x_hat, pack)
-    dh = (dg - mean(dg, pack) - x_hat * slope) * inverse
-    dr = gamma * dh
-    dx = gamma * dr - inverse * (dg * mean(h * x_hat, pack) + h * slope)
-    dz = normalise_input_gradient(dx, x_hat, inverse, pack)
-    dz = dz - x_hat * inverse * mean(dg * g, pack)
-    return dz, dr, dh * r + dr * x_hat
-
-
-def stack(x, pack):
-    """(N, b, lanes) to (N, S, lanes): rows of head h are zero outside its lanes."""
-    if pack.heads == 1:
-        return x
-    own = (_own(x.shape, 2, h, pack.heads) for h in range(pack.heads))
-    return jnp.concatenate([jnp.where(mask, x, 0) for mask in own], 1)
-
-
-def unstack(x, pack):
-    """(N, S, lanes) to (N, b, lanes): from the rows of head h, its lanes."""
-    rows = x.shape[1] // pack.heads
-    total = x[:, :rows]
-    for h in range(1, pack.heads):
-        own = _own(total.shape, 2, h, pack.heads)
-        total = jnp.where(own, x[:, h * rows : (h + 1) * rows], total)
-    return total
-
-
-def lower(x, pack):
-    """(N, b, S): zero where the token of the column comes after that of the row."""
-    row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 2)
-    keep = column <= row
-    for h in range(1, pack.heads):
-        start = h * x.shape[1]
-        keep |= (column >= start) & (column <= start + row)
-    return jnp.where(keep, x, 0)
-
-
-def _diagonal(shape, head):
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 2) == row + head * shape[1]
-
-
-def as_columns(row, b, pack):
-    """(N, 1, S) to one (N, b, 1) per head."""
-    shape = (row.shape[0], b, row.shape[2])
-    return [
-        jnp.sum(jnp.where(_diagonal(shape, h), row, 0), -1, keepdims=True)
-        for h in range(pack.heads)
-    ]
-
-
-def rates(lr, b, width, pack):
-    """lr (N, 1, S) over the lanes of each token's head, (N, b, width)."""
-    return spread(as_columns(lr, b, pack), (lr.shape[0], b, width))
-
-
-def as_column(row):
-    """(N, 1, C) to (N, C, 1)."""
-    (column,) = as_columns(row, row.shape[2], Pack(1, True, 0.0))
-    return column
-
-
-def vector_product(row, w):
-    """(N, 1, R) times (N, R, C) without the matrix unit, which one row would leave idle."""
-    return jnp.sum(as_column(row) * w, 1, keepdims=True)
-
-
-def as_row(columns):
-    """One (N, b, 1) per head to (N, 1, S)."""
-    N, b, _ = columns[0].shape
-    shape = (N, b, b * len(columns))
-    total = jnp.where(_diagonal(shape, 0), columns[0], 0)
-    for h, column in enumerate(columns[1:], 1):
-        total = jnp.where(_diagonal(shape, h), column, total)
-    return jnp.sum(total, 1, keepdims=True)
-
-
-def d_positions(de, lr, mg):
-    """Cotangent of pos, (N, b, 1), from that of E = pos lr and, (N, 1, S), of the last step."""
-    row = jax.lax.broadcasted_iota(jnp.int32, de.shape, 1)
-    return jnp.sum(lr * (de - jnp.where(row == de.shape[1] - 1, mg, 0)), -1, keepdims=True)
-
-
-def block_diagonal(w, pack):
-    """Zeroes what mixes heads in (N, L, C)."""
-    if pack.heads == 1:
-        return w
-    keep = _own(w.shape, 1, 0, pack.heads) & _own(w.shape, 2, 0, pack.heads)
-    for h in range(1, pack.heads):
-        keep |= _own(w.shape, 1, h, pack.heads) & _own(w.shape, 2, h, pack.heads)
-    return jnp.where(keep, w, 0)
-
-
-def _expand(w, pack):
-    """Compact (N, K, C) to block-diagonal (N, L, C); a bias (N, 1, C) stays."""
-    if w.shape[1] == 1 or pack.heads == 1:
-        return w
-    return block_diagonal(jnp.concatenate([w] * pack.heads, 1), pack)
-
-
-def _fold(w, rows):
-    """The inverse of `_expand`, to `rows` rows."""
-    return sum(w[:, i : i + rows] for i in range(0, w.shape[1], rows))
 
 
 # Layout in memory.
@@ -386,11 +199,11 @@ def forward(arithmetic, q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, ev
 
         @pl.when(step == 0)
         def _():
-            _copy(state, (_expand(x[...], pack) for x in given))
+            _copy(state, (expand(x[...], pack) for x in given))
 
         @pl.when(jax.lax.rem(step, per_group) == 0)
         def _():
-            _copy(starts, (_fold(x[...], ref.shape[1]) for ref, x in zip(starts, state)))
+            _copy(starts, (fold(x[...], ref.shape[1]) for ref, x in zip(starts, state)))
 
         def mini_batch(i, _):
             read, new = arithmetic.forward(
@@ -409,7 +222,7 @@ def forward(arithmetic, q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, ev
 
         @pl.when(step == tiles - 1)
         def _():
-            _copy(last, (_fold(x[...], ref.shape[1]) for ref, x in zip(last, state)))
+            _copy(last, (fold(x[...], ref.shape[1]) for ref, x in zip(last, state)))
 
     tokens = pl.BlockSpec((N, tile, b, heads * K), lambda c, t: (c, t, 0, 0))
     rates = pl.BlockSpec((N, 1, tile, heads * b), lambda c, t: (c, t, 0, 0))
@@ -480,11 +293,11 @@ def backward(
 
         @pl.when(step == 0)
         def _():
-            _copy(d_state, (_expand(x[...], pack) for x in given))
+            _copy(d_state, (expand(x[...], pack) for x in given))
             _copy(d_shared, (jnp.zeros(x.shape, x.dtype) for x in d_shared))
 
         members = jnp.minimum(tile, n - (groups - 1 - step) * tile)
-        _copy(state, (_expand(x[...], pack) for x in starts))
+        _copy(state, (expand(x[...], pack) for x in starts))
 
         def tokens(i, *refs):
             return tuple(x[:, i].astype(jnp.float32) for x in refs)
@@ -492,7 +305,7 @@ def backward(
         def rerun(i, _):
             now = _values(state)
             for ref, x in zip(states, now):
-                ref[i] = _fold(x, ref.shape[2])
+                ref[i] = fold(x, ref.shape[2])
             rates = lr[:, 0, pl.ds(i, 1)]
             new = arithmetic.advance(
                 *tokens(i, k, v), rates, pos[...], now, gamma[...], beta[...], pack
@@ -505,7 +318,7 @@ def backward(
                 *tokens(i, q, k, v),
                 lr[:, 0, pl.ds(i, 1)],
                 pos[...],
-                tuple(_expand(x[i], pack) for x in states),
+                tuple(expand(x[i], pack) for x in states),
                 gamma[...],
                 beta[...],
                 *tokens(i, d_out),
@@ -523,7 +336,7 @@ def backward(
 
         @pl.when(step == groups - 1)
         def _():
-            _copy(d_first, (_fold(x[...], ref.shape[1]) for ref, x in zip(d_first, d_state)))
+            _copy(d_first, (fold(x[...], ref.shape[1]) for ref, x in zip(d_first, d_state)))
 
     def back(*rest):
         return lambda c, t: (c, groups - 1 - t, *rest)
@@ -587,7 +400,11 @@ def backward(
 def one_token(arithmetic, q, k, v, lr, scale, last, state, gamma, beta, *, eps):
     """The contract of every implementation; state (B, H, rows, C), 1 row for a bias.
 
-    The state is read once and written once, in place where the caller gives it away.
+    The state is read once and written once, in place where the caller gives it away: per head
+    16 (K^2 + K) bytes (TTT-Linear) or 16 (2 K F + F + K), and 8 to 10 FLOPs for each of its
+    weights. K = 64 is padded to 128 lanes, as the caller's array is: twice the bytes where K comes
+    last. Blocks of up to 16 heads, at most 12 MiB of VMEM. All products in float32 without the
+    matrix unit.
     """
     arrays = (q, k, v, lr, scale, last.astype(jnp.float32), state, gamma, beta)
     q, k, v, lr, scale, last, state, gamma, beta = match_varying(arrays)
