@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 from measure import max_abs, max_rel, rms_rel
 from ttt_ops import OPS, arrays, cut, run, start
@@ -478,7 +479,7 @@ def test_kernels_are_traced_only_for_the_platform_in_sight(op):
         jaxpr = jax.make_jaxpr(step)(inputs)
     assert str(jaxpr).count("pallas_call") >= 2
     # The same program still runs here.
-    got = jax.jit(jax.core.jaxpr_as_fun(jaxpr))(*jax.tree.leaves(inputs))
+    got = jax.jit(jaxpr_as_fun(jaxpr))(*jax.tree.leaves(inputs))
     for x, y in zip(got, jax.tree.leaves(want)):
         assert max_rel(x, y) < 2e-6
 
