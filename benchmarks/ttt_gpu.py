@@ -48,7 +48,7 @@ def main():
     except RuntimeError:
         print("ttt_gpu: no NVIDIA GPU here, nothing measured")
         return
-    why = triton_gpu.unsupported(args.width, args.mini_batch, args.dtypes[0])
+    why = triton_gpu.unsupported(args.width, args.dtypes[0])
     if why is not None:
         sys.exit(f"ttt_gpu: {why}")
     jax.config.update("jax_default_matmul_precision", "highest")  # of XLA, for the checks
@@ -179,15 +179,16 @@ def measure(args, op, dtype, T):
 
 def flops(op, name, K, b):
     """Per token and head, as the kernels' docstrings count them."""
+    more, b = b > 16, min(b, 16)  # chunks of 16 tokens, with sums of their own
     if op == "ttt_linear":
         return {
-            "forward": 6 * K * K + 4 * b * K,
-            "backward": 20 * K * K + 12 * b * K,
+            "forward": (6 + 2 * more) * K * K + 4 * b * K,
+            "backward": (20 + 6 * more) * K * K + 12 * b * K,
             "one_token": 8 * K * K,
         }[name]
     return {
-        "forward": 64 * K * K + 20 * b * K,
-        "backward": 208 * K * K + 70 * b * K,
+        "forward": (64 + 16 * more) * K * K + 20 * b * K,
+        "backward": (208 + 56 * more) * K * K + 70 * b * K,
         "one_token": 80 * K * K,
     }[name]
 

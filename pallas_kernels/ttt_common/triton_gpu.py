@@ -24,14 +24,12 @@ class Stacked(NamedTuple):
     value: Any
 
 
-def unsupported(K: int, b: int, dtype: Any) -> str | None:
-    """Why the kernels cannot run here with these sizes, or None."""
+def unsupported(K: int, dtype: Any) -> str | None:
+    """Why the kernels cannot run here with this head width and dtype, or None."""
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"the Triton kernels take float32 or bfloat16, not {jnp.dtype(dtype)}"
     if K > 128:
         return f"the Triton kernels take head widths up to 128, not {K}"
-    if b > 64:
-        return f"the Triton kernels take mini-batches of up to 64 tokens, not {b}"
     return _missing()
 
 

@@ -6,6 +6,8 @@ One program per sequence and head goes through the mini-batches. Forward: the st
 registers in float32, a mini-batch's tiles pass through shared memory, and every `every`-th state
 is stored. Backward: groups in reverse; W and dW are in registers; the states of one group are
 recomputed into scratch of 4 `every` (K^2 + K) bytes per program, which the L2 cache mostly holds.
+A mini-batch of more than 16 tokens goes in chunks of 16 with sums of its own (`triton_kernels`),
+one state more in scratch for each chunk.
 
 Per token and head, K = 64, b = 16, every = 16:
 
@@ -13,10 +15,16 @@ Per token and head, K = 64, b = 16, every = 16:
     backward  20 K^2 + 12 b K         94,208    2,381, and 1,229; and 2,080 of scratch
     one_token  8 K^2                  32,768   49,152 (12 K^2), and 4 K^2 where a mini-batch ends
 
-Shared memory and registers per thread on an H100, of 8 warps (float32, bfloat16), K = 64, b = 16:
-forward 40 KiB and 24 KiB, 245 and 174 registers; backward 56 KiB and 45 KiB, 255 registers, 1,140
-and 144 bytes spilled; one_token 2 KiB. K = 96 is padded to 128: backward 168 KiB and 145 KiB.
-Products of float32 inputs are three TF32 products each, of bfloat16 inputs one (`precision`).
+and with larger b 8 K^2 + 64 K and 26 K^2 + 192 K. Of an H100, 8 warps with up to 255 registers per
+thread: shared memory in KiB, and bytes spilled per thread in parentheses,
+
+                          forward: float32   bfloat16   backward: float32   bfloat16
+    K = 64, b = 16                      40         24           56 (1,116)    45 (80)
+    K = 64, b = 64                 68 (40)         36          120 (1,724)    77 (340)
+    K = 96, b = 16             136 (1,388)    64 (44)          168 (7,828)   145 (1,360)
+
+and one_token 2 to 4. K = 96 is padded to 128. Products of float32 inputs are three TF32 products
+each, of bfloat16 inputs one (`precision`).
 """
 
 import jax.numpy as jnp
@@ -30,7 +38,9 @@ KERNELS = "pallas_kernels.ttt_linear.triton_kernels"
 def unsupported(K, b, F, dtype):
     """Why the kernels cannot run here with these sizes, or None. F is not used."""
     del F
-    return triton_gpu.unsupported(K, b, dtype)
+    if K > 64 and b > 16:
+        return "with K > 64 the sums of a mini-batch beyond 16 tokens do not fit a multiprocessor"
+    return triton_gpu.unsupported(K, dtype)
 
 
 def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):

@@ -12,7 +12,9 @@ Forward: per mini-batch a first pass for Z2 and G2, a second one that reads and 
 in place (in what becomes the last weights). Backward: groups in reverse; the states of one group
 are recomputed into scratch, 4 (every + 1) (2 K F + F) bytes per program, with Z2, Zb2 and A2 of
 each mini-batch; then, per mini-batch, one pass for all that comes before the second-order piece and
-one for what follows it. dW1 and dW2 are updated in place in what becomes the result.
+one for what follows it. dW1 and dW2 are updated in place in what becomes the result. A mini-batch
+of more than 16 tokens goes in chunks of 16, as in `ttt_linear`, with its sums and their cotangents
+in scratch too.
 
 Per token and head, K = 64, F = 4 K, b = 16, every = 16:
 
@@ -20,11 +22,18 @@ Per token and head, K = 64, F = 4 K, b = 16, every = 16:
     backward  208 K^2 + 70 b K        923,648    2,833, and 1,681;                          L2 78 KB
     one_token  80 K^2                 327,680  393,216 (96 K^2)
 
-The FLOPs include what is computed twice: Z1 in each pass, the forward pass in the backward one.
-Products of float32 inputs are three TF32 products each, of bfloat16 inputs one (`precision`).
-Shared memory on an H100, of 8 warps with 255 registers per thread (float32, bfloat16), K = 64,
-b = 16: forward 42 KiB and 57 KiB, backward 88 KiB and 104 KiB, where 4,128 and 776 bytes are
-spilled; one_token 2 KiB. K = 96 is padded to 128: backward with bfloat16 108 KiB; b = 64: 188 KiB.
+and with larger b 80 K^2 + 320 K and 264 K^2 + 1120 K. The FLOPs include what is computed twice: Z1
+in each pass, the forward pass in the backward one. Of an H100, 8 warps with 255 registers per
+thread: shared memory in KiB, and bytes spilled per thread in parentheses,
+
+                          forward: float32   bfloat16   backward: float32   bfloat16
+    K = 64, b = 16                42 (776)    57 (32)           88 (3,644)   104 (740)
+    K = 64, b = 64                46 (844)   73 (116)          116 (5,220)   120 (1,592)
+    K = 96, b = 16              58 (2,332)   57 (344)          136 (9,232)   108 (1,744)
+    K = 96, b = 64              66 (2,532)   69 (516)         172 (11,160)   120 (2,680)
+
+and one_token 2 to 4. K = 96 is padded to 128. Products of float32 inputs are three TF32 products
+each, of bfloat16 inputs one (`precision`).
 """
 
 import jax.numpy as jnp
@@ -36,9 +45,9 @@ KERNELS = "pallas_kernels.ttt_mlp.triton_kernels"
 
 
 def unsupported(K, b, F, dtype):
-    """Why the kernels cannot run here with these sizes, or None. Any F will do."""
-    del F
-    return triton_gpu.unsupported(K, b, dtype)
+    """Why the kernels cannot run here with these sizes, or None. Any b and F will do."""
+    del b, F
+    return triton_gpu.unsupported(K, dtype)
 
 
 def forward(q, k, v, lr, pos_scale, weights, gamma, beta, *, eps, every):

@@ -120,8 +120,6 @@ CASES = [
     ("ttt_linear", 96, 16, "bfloat16"),
     ("ttt_linear", 64, 64, "float32"),
     ("ttt_linear", 64, 64, "bfloat16"),
-    ("ttt_linear", 96, 64, "float32"),
-    ("ttt_linear", 96, 64, "bfloat16"),
     ("ttt_mlp", 64, 16, "float32"),
     ("ttt_mlp", 64, 16, "bfloat16"),
     ("ttt_mlp", 96, 16, "float32"),
