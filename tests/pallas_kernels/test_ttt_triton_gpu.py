@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_interpreter
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import ttt_linear as linear
 from pallas_kernels import ttt_mlp as mlp
@@ -175,7 +175,7 @@ def test_public_operation_under_jit_scan_checkpoint_and_shard_map(op, F, launche
     arrays = (*(x[:, :, :10] for x in arrays[:4]), *arrays[4:])
     per_head, whole = PartitionSpec("data"), PartitionSpec()
     specs = (per_head,) * 4 + (whole, per_head, whole, whole)
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
 
     def loss(implementation, *arrays):
         def layer(x, _):
