@@ -102,7 +102,7 @@ class DecoderConfig:
             if not isinstance(part, kind):
                 belongs = getattr(part, "slot", "")
                 hint = f": that is a part for the slot {belongs!r}" if belongs else ""
-                fits = ", ".join(sorted(c.__name__ for c in kind.__subclasses__()))
+                fits = ", ".join(sorted(_parts(kind)))
                 raise ValueError(f"{slot}={type(part).__name__}{hint}; {slot} takes one of: {fits}")
         if self.pre_conv is not None and not isinstance(self.pre_conv, CausalConv):
             raise ValueError(f"pre_conv={type(self.pre_conv).__name__}: a CausalConv, or None")
@@ -148,6 +148,13 @@ class DecoderConfig:
         if self.pre_conv is not None:
             block += 2 * self.d_model * self.pre_conv.width
         return self.num_layers * block + self.head.flops_per_token(self)
+
+
+def _parts(kind) -> list[str]:
+    """Names of the classes that fill a slot."""
+    if below := kind.__subclasses__():
+        return [name for part in below for name in _parts(part)]
+    return [kind.__name__]
 
 
 @jax.tree_util.register_dataclass

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxmodels.layers.padding import compact
 from jaxmodels.slots import constant, weight
+from pallas_kernels.varying import match_varying
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,16 +85,12 @@ class CausalConvLayer(nnx.Module):
             history = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
         else:
             history = jnp.concatenate([state.astype(x.dtype), x], 1)
-        kernel = self.kernel[...].astype(jnp.float32)
-        y = self.bias[...].astype(jnp.float32)
-        for k in range(width):
-            term = history[:, k : k + T].astype(jnp.float32) * kernel[k]
-            back = width - 1 - k
-            if segment_ids is not None and back:
-                before = jnp.pad(segment_ids, ((0, 0), (back, 0)))[:, :T]
-                term = jnp.where((before == segment_ids)[..., None], term, 0.0)
-            y = y + term
-        y = y.astype(x.dtype)
+        inside = None
+        if segment_ids is not None:
+            before = jnp.pad(segment_ids, ((0, 0), (width - 1, 0)))
+            inside = jnp.stack([before[:, k : k + T] == segment_ids for k in range(width)])
+        arrays = history, self.kernel[...], self.bias[...], inside
+        y = _convolve(*match_varying(arrays))
         if state is not None:
             if valid is None:
                 state = history[:, T:].astype(state.dtype)
@@ -101,3 +98,48 @@ class CausalConvLayer(nnx.Module):
                 kept = jnp.sum(valid, 1)[:, None] + jnp.arange(width - 1)
                 state = jnp.take_along_axis(history, kept[..., None], 1).astype(state.dtype)
         return (y if moves is None else moves.back(y)), state
+
+
+@jax.custom_vjp
+def _convolve(history, kernel, bias, inside):
+    """history (B, W - 1 + T, C) -> (B, T, C); inside (W, B, T) bool or None: windows that end at
+    each token reach that far."""
+    y = bias.astype(jnp.float32)
+    for k, part in enumerate(_parts(history, kernel, inside)):
+        y = y + part * kernel[k].astype(jnp.float32)
+    return y.astype(history.dtype)
+
+
+def _parts(history, kernel, inside):
+    """What each entry of the kernel sees, (B, T, C) float32."""
+    width = len(kernel)
+    T = history.shape[1] - width + 1
+    parts = (history[:, k : k + T].astype(jnp.float32) for k in range(width))
+    if inside is None:
+        return parts
+    return (jnp.where(mask[..., None], part, 0.0) for mask, part in zip(inside, parts))
+
+
+def _convolve_backward(saved, d_y):
+    """Sums over tokens as einsums: JAX's own are slow on a CPU (see `norms`)."""
+    history, kernel, bias, inside = saved
+    d_y = d_y.astype(jnp.float32)
+    parts = _parts(history, kernel, inside)
+    d_kernel = jnp.stack([jnp.einsum("btc,btc->c", d_y, x, precision="highest") for x in parts])
+    d_history = jnp.zeros(history.shape, jnp.float32)
+    for k, weights in enumerate(kernel.astype(jnp.float32)):
+        part = d_y * weights
+        if inside is not None:
+            part = jnp.where(inside[k][..., None], part, 0.0)
+        after = len(kernel) - 1 - k
+        d_history = d_history + jnp.pad(part, ((0, 0), (k, after), (0, 0)))
+    d_bias = jnp.sum(d_y, (0, 1))
+    return (
+        d_history.astype(history.dtype),
+        d_kernel.astype(kernel.dtype),
+        d_bias.astype(bias.dtype),
+        None,
+    )
+
+
+_convolve.defvjp(lambda *args: (_convolve(*args), args), _convolve_backward)
