@@ -75,6 +75,7 @@ def floor(args):
     print(f"{'inner':>7} {'pass':>8} {'ours s':>8} {'floor s':>8} {'/floor':>7} {'/official':>10}")
     for inner in args.inner:
         config = model_config(inner, num_layers=2, backbone="mamba")
+        config = dataclasses.replace(config, scan_layers=False)
         programs = {
             "forward": forward(config, args.length)[0],
             "train": train_step(config, args.length)[0],
@@ -105,7 +106,7 @@ def growth(args):
         first = None
         for length in args.lengths:
             call, compiled = train_step(config, length)
-            (took,) = take_turns([call], 2)
+            (took,) = take_turns([call], 1)
             per_token = took / length
             first = first or per_token
             temporary = compiled.memory_analysis().temp_size_in_bytes / length
@@ -117,7 +118,7 @@ def growth(args):
 
 
 def decode(args):
-    """One-token steps at the start of a sequence and far into it."""
+    """One-token steps in a loop as that of `jaxmodels.generate`, early and far in a sequence."""
     import jax
     import numpy as np
 
@@ -129,22 +130,33 @@ def decode(args):
     for inner in args.inner:
         model = jaxmodels.build(model_config(inner, num_layers=2, backbone="mamba"))
         params = model.init(jax.random.key(0))
-        step = jax.jit(lambda p, x, s: model.apply(p, x, state=s), donate_argnums=2)  # noqa: B023
-        state = model.init_state(params, 1, 0)
-        token, at = np.zeros((1, 1), np.int32), 0
-        for start in (64, 4096):
+        layers = model.apart(params)
+
+        def steps(params, layers, token, state, count):
+            def step(carry, _):
+                token, state = carry
+                logits, state = model.apply(params, token, state=state, layers=layers)  # noqa: B023
+                return (jax.numpy.argmax(logits, -1).astype(np.int32), state), None
+
+            return jax.lax.scan(step, (token, state), None, count)[0]
+
+        run = jax.jit(steps, static_argnums=4, donate_argnums=3)
+        token, state, at = (
+            np.zeros((1, 1), np.int32),
+            model.apart(model.init_state(params, 1, 0)),
+            0,
+        )
+        for start in (64, 16384):
             while at < start:
-                out, state = step(params, token, state)
-                at += 1
-            jax.block_until_ready(out)
+                token, state = run(params, layers, token, state, 64)
+                at += 64
             best = float("inf")
-            for _ in range(8):
+            for _ in range(5):
                 begin = time.perf_counter()
-                for _ in range(16):  # one whole inner mini-batch, with its step
-                    out, state = step(params, token, state)
-                jax.block_until_ready(out)
-                at += 16
-                best = min(best, (time.perf_counter() - begin) / 16)
+                token, state = run(params, layers, token, state, 64)
+                jax.block_until_ready(token)
+                at += 64
+                best = min(best, (time.perf_counter() - begin) / 64)
             official = OFFICIAL[inner]["token"] * OFFICIAL_RATE / big
             print(f"{inner:>7} {start:7d} {1e3 * best:9.2f} {best / official:10.2f}", flush=True)
 

@@ -279,6 +279,10 @@ class Decoder(nnx.Module):
     def _with_state(self, tokens, **options):
         return self._forward(tokens, **options)[:2]
 
+    @any_mesh(lambda batch: (P(batch), P(batch)))
+    def _apart(self, tokens, **options):
+        return self._forward(tokens, **options)[:2]
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -288,6 +292,7 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None = None,
         valid: jax.Array | None = None,
         inner_lr_scale: jax.Array | None = None,
+        layers: list[Any] | None = None,
         taps: tuple[str, ...] = (),
         output: Literal["logits", "hidden"] = "logits",
     ) -> Any:
@@ -304,6 +309,8 @@ class Decoder(nnx.Module):
             not there. Outputs at them mean nothing.
           inner_lr_scale: () float, multiplies the inner learning rates of TTT layers (their
             warm-up in training).
+          layers: the blocks taken apart by `Model.apart`, with a state that is apart too: a decode
+            loop that does so once does not cut every weight out of its stack at every token.
           taps: names of intermediates to return (`config.taps`).
           output: "logits" (B, T, V) float32, or "hidden" (B, T, D) after the final norm.
 
@@ -334,12 +341,15 @@ class Decoder(nnx.Module):
             )
         if inner_lr_scale is not None and not config.mixer.takes_inner_lr:
             raise ValueError(f"{mixer} has no inner learning rates; leave inner_lr_scale out")
+        if layers is not None and (taps or not isinstance(state, list)):
+            raise ValueError("layers need a state that is apart too (Model.apart), and no taps")
         options = dict(
             state=state,
             positions=positions,
             segment_ids=segment_ids,
             valid=valid,
             inner_lr_scale=inner_lr_scale,
+            layers=layers,
             output=output,
         )
         if taps:
@@ -348,9 +358,11 @@ class Decoder(nnx.Module):
             return (out, values) if state is None else (out, state_out, values)
         if state is None:
             return self._plain(tokens, **options)
+        if layers is not None:
+            return self._apart(tokens, **options)
         return self._with_state(tokens, **options)
 
-    def _forward(self, tokens, *, state, output, taps=(), **shared):
+    def _forward(self, tokens, *, state, output, layers, taps=(), **shared):
         config = self.config
         tap = Taps(taps)
         if shared["valid"] is not None:
@@ -368,7 +380,13 @@ class Decoder(nnx.Module):
             body = jax.checkpoint(
                 body, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers
             )
-        if config.scan_layers:
+        if layers is not None:
+            states = []
+            for i, weights in enumerate(layers):
+                x, (new, _) = body(x, (weights, state[i]))
+                states.append(new)
+            state, values = states, {}
+        elif config.scan_layers:
             x, (state, values) = jax.lax.scan(body, x, (weights, state))
         else:
             results = []

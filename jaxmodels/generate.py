@@ -136,6 +136,7 @@ def _generate(
     model, max_new_tokens, temperature, top_k, top_p, eos_token, params, tokens, lengths, key
 ):
     logits, state = prefill(model, params, tokens, lengths, tokens.shape[1] + max_new_tokens)
+    layers, state = model.apart(params), model.apart(state)
     done = jnp.zeros(tokens.shape[:1], bool)
 
     def choose(logits, key, done):
@@ -149,7 +150,7 @@ def _generate(
 
     def step(carry, index):
         token, done, state = carry
-        logits, state = model.apply(params, token[:, None], state=state)
+        logits, state = model.apply(params, token[:, None], state=state, layers=layers)
         token, done = choose(logits[:, 0], jax.random.fold_in(key, index), done)
         return (token, done, state), token
 

@@ -46,6 +46,13 @@ class Model:
         them."""
         return self.module(params).init_state(batch_size, max_length)
 
+    def apart(self, tree: Any) -> list[Any]:
+        """`params` or a state with one entry per layer instead of stacks: `layers` and `state` of a
+        decode loop, `apply(params, tokens, layers=..., state=...)`."""
+        stack = tree["blocks"] if isinstance(tree, dict) else tree
+        layer = lambda i: jax.tree.map(lambda x: x[i], stack)
+        return [layer(i) for i in range(self.config.num_layers)]
+
     def unembedding(self, params: Params) -> jax.Array:
         """The output matrix (D, V)."""
         return self.module(params).unembedding()

@@ -100,6 +100,19 @@ def test_greedy_generation_equals_repeated_full_forwards(case):
         np.testing.assert_array_equal(got[row], text[len(prompt) :])
 
 
+def test_layers_apart_decode_as_stacked_ones(case):
+    model, params, x, full, _ = case
+    layers = model.apart(params)
+    assert len(layers) == 3
+    step = jax.jit(lambda x, s: model.apply(params, x, state=s, layers=layers))
+    state = model.apart(model.init_state(params, 3, LENGTH))
+    first, state = step(x[:, :11], state)
+    second, _ = step(x[:, 11:], state)
+    assert max_abs(np.concatenate([first, second], 1), full) < 2e-5
+    with pytest.raises(ValueError, match="a state that is apart too"):
+        model.apply(params, x, layers=layers)
+
+
 def test_a_full_cache_gives_nan_not_a_wrong_answer():
     model, params = tiny("attention")
     x = tokens(2, 9)

@@ -23,17 +23,15 @@ def test_both_doors_give_the_same(mixer):
     model, params = tiny(mixer)
     x = tokens(2, 13)
     module = model.module(params)
-    want = model.apply(params, x)
-    np.testing.assert_array_equal(
-        jax.jit(lambda m, x: m(x))(module, x), jax.jit(model.apply)(params, x)
-    )
-    assert max_abs(module(x), want) < 1e-6
+    want = jax.jit(model.apply)(params, x)
+    np.testing.assert_array_equal(jax.jit(lambda m, x: m(x))(module, x), want)
+    assert max_abs(module(x), want) < 1e-5
     back = model.params(module)
     assert jax.tree.structure(back) == jax.tree.structure(params)
-    grads = jax.grad(lambda m: jnp.sum(m(x) ** 2))(module)
-    plain = jax.grad(lambda p: jnp.sum(model.apply(p, x) ** 2))(params)
+    grads = jax.jit(jax.grad(lambda m: jnp.mean(m(x) ** 2)))(module)
+    plain = jax.jit(jax.grad(lambda p: jnp.mean(model.apply(p, x) ** 2)))(params)
     for ours, theirs in zip(jax.tree.leaves(model.params(grads)), jax.tree.leaves(plain)):
-        assert max_abs(ours, theirs) < 1e-3 * (1 + float(jnp.max(jnp.abs(theirs))))
+        assert max_abs(ours, theirs) < 1e-5 * (1 + float(jnp.max(jnp.abs(theirs))))
     fresh = jaxmodels.Decoder(model.config, rngs=nnx.Rngs(params=jax.random.key(3)))
     for a, b in zip(
         jax.tree.leaves(model.params(fresh)), jax.tree.leaves(model.init(jax.random.key(3)))
@@ -41,9 +39,11 @@ def test_both_doors_give_the_same(mixer):
         np.testing.assert_array_equal(a, b)
 
 
-@mixers
-@pytest.mark.parametrize("remat", ["full", "dots", "branches"])
-def test_rematerialisation_and_unrolling_change_nothing(mixer, remat):
+@pytest.mark.parametrize(
+    "mixer",
+    ["attention", "ttt_linear", pytest.param("ttt_mlp_mamba", marks=pytest.mark.slow)],
+)
+def test_rematerialisation_and_unrolling_change_nothing(mixer):
     model, params = tiny(mixer)
     x = tokens(2, 13)
 
@@ -52,7 +52,8 @@ def test_rematerialisation_and_unrolling_change_nothing(mixer, remat):
         return jax.jit(jax.value_and_grad(lambda p: jnp.mean(model.apply(p, x) ** 2)))(params)
 
     want = value_and_grad(model.config)
-    for changes in ({"remat": remat}, {"remat": remat, "scan_layers": False}):
+    unrolled = {"remat": "branches", "scan_layers": False}
+    for changes in ({"remat": "full"}, {"remat": "dots"}, {"remat": "branches"}, unrolled):
         got = value_and_grad(dataclasses.replace(model.config, **changes))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
             assert max_abs(a, b) < 2e-5 * (1 + float(jnp.max(jnp.abs(b)))), changes

@@ -15,6 +15,7 @@ LENGTH = 20_000
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7, 2], [1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["ttt_linear", "ttt_mlp_mamba"])
 def test_twenty_thousand_tokens(mixer):
     model, params = tiny(mixer, num_layers=2)

@@ -3,6 +3,7 @@
 """The train step against the official JAX training code of TTT: losses, norms, rates and parameters
 over several steps (tolerances of the goldens' README)."""
 
+import functools
 import json
 import math
 
@@ -18,13 +19,14 @@ from train.mesh import make_mesh
 from train.step import make_trainer
 
 ONE, EIGHT, FOUR = {}, dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=2)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 CASES = [
     ("jax_train_linear_mamba", ONE),
-    ("jax_train_linear_mamba", EIGHT),
+    slow("jax_train_linear_mamba", EIGHT),
     ("jax_train_mlp_mamba", ONE),
     ("jax_train_mlp_mamba", EIGHT),
     ("jax_train_mlp_base_accum2", ONE),
-    ("jax_train_mlp_base_accum2", FOUR),
+    slow("jax_train_mlp_base_accum2", FOUR),
 ]
 
 
