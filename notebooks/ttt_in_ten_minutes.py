@@ -228,7 +228,7 @@ for name, label, color in zip(taps, labels, (GRAY, BLUE, RED)):
     loss = seen[name].mean(axis=(0, 1, 2))  # over layers, sequences and heads
     axes.plot(16 * jnp.arange(len(loss)), loss, color=color, label=label)
 axes.set(xlabel="bytes read", ylabel="inner loss", ylim=(0, None), xlim=(0, 2048))
-axes.legend(loc="center right")
+axes.legend(loc="center right", bbox_to_anchor=(1, 0.7))
 plt.show()
 
 # %% [markdown]
